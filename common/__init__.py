@@ -1,0 +1,1 @@
+"""What every model shares and no reader wants to read seven times."""

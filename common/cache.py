@@ -1,0 +1,42 @@
+"""Key/value cache arrays: dense or int8, written at positions, never read past a slot's length."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from common.quant import Int8, quantize_rows
+
+
+def empty(shape_BKSH: tuple[int, int, int, int], dtype: Any) -> jax.Array | Int8:
+    """A cache of one layer's keys or values; int8 gets a scale per token and head. Contents never matter."""
+    if dtype == jnp.int8:
+        return Int8(jnp.zeros(shape_BKSH, jnp.int8), jnp.zeros(shape_BKSH[:3], jnp.float32))
+    return jnp.zeros(shape_BKSH, dtype)
+
+
+def append(
+    cache: jax.Array | Int8, new_BTKH: jax.Array, positions_BT: jax.Array
+) -> jax.Array | Int8:
+    """Writes T tokens' keys or values at their positions; a position outside [0, S) is dropped."""
+    new_BKTH = new_BTKH.swapaxes(1, 2)
+    if isinstance(cache, Int8):
+        values, scale = quantize_rows(new_BKTH)
+        return Int8(
+            _write(cache.values, values, positions_BT), _write(cache.scale, scale, positions_BT)
+        )
+    return _write(cache, new_BKTH.astype(cache.dtype), positions_BT)
+
+
+def _write(cache: jax.Array, new: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    B, K, S = cache.shape[:3]
+    b = jnp.arange(B)[:, None, None]
+    k = jnp.arange(K)[None, :, None]
+    # A negative index would wrap around, so an empty row's positions are sent past the end instead.
+    s = jnp.where(positions_BT < 0, S, positions_BT)[:, None, :]
+    return cache.at[b, k, s].set(new, mode="drop", unique_indices=False)
+
+
+def parts(cache: jax.Array | Int8) -> tuple[jax.Array, jax.Array | None]:
+    """The stored numbers and their scales, None for a dense cache."""
+    return (cache.values, cache.scale) if isinstance(cache, Int8) else (cache, None)

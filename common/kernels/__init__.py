@@ -1,0 +1,1 @@
+"""The shared kernels: one public function each, whatever the hardware."""

@@ -1,0 +1,78 @@
+"""The mesh and how dimensions that do not divide are laid out on it.
+
+Every model uses one mesh with three axes. `data` splits the slots. Dense layers, heads and the vocabulary are split over
+`MODEL = ("expert", "tensor")` together; mixture-of-experts layers split their experts over `expert` and each expert's
+inner width over `tensor`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+DATA = "data"
+MODEL = ("expert", "tensor")
+
+
+def make_mesh(
+    data: int = 1, expert: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh over the first data * expert * tensor devices; raises ValueError when there are fewer."""
+    devices = jax.devices() if devices is None else devices
+    need = data * expert * tensor
+    if min(data, expert, tensor) < 1:
+        raise ValueError(
+            f"mesh axes must be at least 1: data={data},expert={expert},tensor={tensor}"
+        )
+    if need > len(devices):
+        raise ValueError(
+            f"mesh data={data},expert={expert},tensor={tensor} needs {need} devices, "
+            f"but only {len(devices)} are available"
+        )
+    grid = np.array(devices[:need]).reshape(data, expert, tensor)
+    return Mesh(grid, (DATA, *MODEL), axis_types=(AxisType.Auto,) * 3)
+
+
+def model_shards(mesh: Mesh) -> int:
+    """The number of devices that one dense layer is split over."""
+    return mesh.shape[MODEL[0]] * mesh.shape[MODEL[1]]
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+class Heads(NamedTuple):
+    """The heads in the order the devices hold them: published head numbers, -1 for a head of zeros."""
+
+    query: tuple[int, ...]
+    kv: tuple[int, ...]
+
+
+def split_heads(num_heads: int, num_kv_heads: int, shards: int) -> Heads:
+    """Lays grouped-query heads out so that every shard holds whole groups, all of one size.
+
+    With fewer key/value heads than shards each is repeated on several of them, and its query heads are shared out. What
+    still does not divide is filled with heads of zeros, whose output the (zero) columns of the output projection drop.
+    """
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads cannot share {num_kv_heads} key/value heads evenly"
+        )
+    if shards > num_heads:
+        raise ValueError(
+            f"the mesh splits attention over expert * tensor = {shards} devices, "
+            f"but the model has only {num_heads} query heads"
+        )
+    group = num_heads // num_kv_heads
+    copies = max(1, shards // num_kv_heads)
+    per_copy = -(-group // copies)
+    kv = [k for k in range(num_kv_heads) for _ in range(copies)]
+    kv += [-1] * (round_up(len(kv), shards) - len(kv))
+    query = []
+    for i, k in enumerate(kv):
+        members = [(i % copies) * per_copy + j for j in range(per_copy)]
+        query += [k * group + g if k >= 0 and g < group else -1 for g in members]
+    return Heads(tuple(query), tuple(kv))

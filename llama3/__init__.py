@@ -1,0 +1,1 @@
+"""Llama 3: see model.py."""

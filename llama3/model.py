@@ -1,0 +1,434 @@
+"""Llama 3 in one file: a decoder-only transformer with grouped-query attention and a gated MLP.
+
+The Llama 3 Herd of Models, arXiv 2407.21783. Every layer is two residual steps, each behind an RMS norm:
+
+    x += attention(norm(x))      rotary positions, N query heads sharing K key/value heads
+    x += down(silu(gate(norm(x))) * up(norm(x)))
+
+Everything is a NamedTuple and a function of it. Weights and caches are one array per layer in a tuple, and the layers are
+a Python loop: stacked arrays under `lax.scan` are copied slice by slice on CPU, and before every kernel on TPU. The block
+is a jitted function, traced once and called L times, which keeps compilation in check.
+
+Dimensions: B batch or slots, T query tokens, S cache positions, D model, N query heads, K key/value heads, H head
+dimension, F MLP width, V vocabulary. Inside `shard_map`, N, K, F and V are what one device holds, and B its slots.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from common import cache as kv
+from common.checkpoint import Order
+from common.kernels.decode_attention import ragged_decode_attention
+from common.kernels.prefill_attention import prefill_attention
+from common.quant import Int8, embed_rows, linear, specs_like
+from common.sampling import Sampling, sample, sampling_params
+from common.sharding import DATA, MODEL, model_shards, round_up, split_heads
+
+Array = jax.Array
+
+DECODE_TOKENS = 8  # up to so many query tokens a slot, attention is bound by reading the cache
+
+
+class RopeScaling(NamedTuple):
+    """`rope_scaling` of type llama3."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+class Config(NamedTuple):
+    """The fields of config.json that shape the computation, under their published names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+
+
+def config_from_hf(hf: dict[str, Any]) -> Config:
+    """Config from a parsed config.json; ValueError names a setting that this file does not implement."""
+    for name, expected in dict(hidden_act="silu", attention_bias=False, mlp_bias=False).items():
+        if hf.get(name, expected) != expected:
+            raise ValueError(
+                f"config.json: {name}={hf[name]!r} is not implemented, only {expected!r}"
+            )
+    rope = hf.get("rope_parameters") or {
+        "rope_theta": hf["rope_theta"],
+        **(hf.get("rope_scaling") or {}),
+    }
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ValueError(
+            f"config.json: rope type {kind!r} is not implemented, only 'default' and 'llama3'"
+        )
+    scaling = (
+        RopeScaling(*(rope[field] for field in RopeScaling._fields)) if kind == "llama3" else None
+    )
+    heads = hf["num_attention_heads"]
+    return Config(
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        intermediate_size=hf["intermediate_size"],
+        num_hidden_layers=hf["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+        rms_norm_eps=hf["rms_norm_eps"],
+        rope_theta=rope["rope_theta"],
+        rope_scaling=scaling,
+        tie_word_embeddings=hf["tie_word_embeddings"],
+        max_position_embeddings=hf["max_position_embeddings"],
+    )
+
+
+class Layer(NamedTuple):
+    attn_norm: Any  # [D]
+    wq: Any  # [N * H, D]
+    wk: Any  # [K * H, D]
+    wv: Any  # [K * H, D]
+    wo: Any  # [D, N * H]
+    mlp_norm: Any  # [D]
+    w_gate: Any  # [F, D]
+    w_up: Any  # [F, D]
+    w_down: Any  # [D, F]
+
+
+class Weights(NamedTuple):
+    embed: Any  # [V, D]
+    layers: tuple[Layer, ...]
+    norm: Any  # [D]
+    head: Any  # [V, D], or None when it is the embedding
+
+
+def weight_shapes(config: Config, shards: int = 1) -> Weights:
+    """Shapes of the weights, padded so that every split dimension divides by `shards`; published shapes for 1."""
+    c = config
+    heads = split_heads(c.num_attention_heads, c.num_key_value_heads, shards)
+    D, H, F, V = (
+        c.hidden_size,
+        c.head_dim,
+        round_up(c.intermediate_size, shards),
+        round_up(c.vocab_size, shards),
+    )
+    N, K = len(heads.query), len(heads.kv)
+    layer = Layer(
+        (D,), (N * H, D), (K * H, D), (K * H, D), (D, N * H), (D,), (F, D), (F, D), (D, F)
+    )
+    return Weights(
+        (V, D), (layer,) * c.num_hidden_layers, (D,), None if c.tie_word_embeddings else (V, D)
+    )
+
+
+def weight_specs(config: Config) -> Weights:
+    """Matrices that read the residual stream are split by output, those that write it by input."""
+    out, into = P(MODEL, None), P(None, MODEL)
+    layer = Layer(P(), out, out, out, into, P(), out, out, into)
+    return Weights(
+        out, (layer,) * config.num_hidden_layers, P(), None if config.tie_word_embeddings else out
+    )
+
+
+class KVCache(NamedTuple):
+    """Keys (rotated) and values by layer, [B, K, S, H] each. Position s of a slot is valid below the slot's length."""
+
+    k: tuple[Array | Int8, ...]
+    v: tuple[Array | Int8, ...]
+
+
+class DecodeState(NamedTuple):
+    """The slots being decoded. A slot of length 0 is empty, and whatever else it holds is stale."""
+
+    cache: KVCache
+    length_B: Array  # int32: tokens in the cache
+    token_B: Array  # int32: the newest token, not in the cache yet
+    sampling: Sampling  # [B] each
+
+
+def init_cache(config: Config, batch: int, capacity: int, dtype: Any, shards: int = 1) -> KVCache:
+    heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards)
+    shape = (batch, len(heads.kv), capacity, config.head_dim)
+    k, v = (tuple(kv.empty(shape, dtype) for _ in range(config.num_hidden_layers)) for _ in "kv")
+    return KVCache(k, v)
+
+
+def init_state(
+    config: Config, slots: int, capacity: int, dtype: Any, shards: int = 1
+) -> DecodeState:
+    zeros = jnp.zeros(slots, jnp.int32)
+    return DecodeState(
+        init_cache(config, slots, capacity, dtype, shards), zeros, zeros, sampling_params(slots)
+    )
+
+
+CACHE_SPEC = P(
+    DATA, MODEL
+)  # slots over data, heads over the model axes; an int8 cache's scales likewise
+STATE_SPEC = DecodeState(CACHE_SPEC, P(DATA), P(DATA), P(DATA))
+
+
+def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
+    """x / rms(x) in float32, then the weight in the model's dtype."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return x32.astype(x.dtype) * weight_D
+
+
+def rope_frequencies(config: Config) -> np.ndarray:
+    """Radians per position for each pair of a head, [H / 2]; llama3 scaling slows the long wavelengths by `factor`."""
+    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
+    frequency = (1.0 / np.float32(config.rope_theta) ** exponent).astype(np.float32)
+    if config.rope_scaling is None:
+        return frequency
+    factor, low, high, original = config.rope_scaling
+    turns = original * frequency / (2 * math.pi)  # of a pair within the original context
+    smooth = np.clip((turns - low) / max(high - low, 1e-9), 0, 1)
+    return ((1 - smooth) * frequency / factor + smooth * frequency).astype(np.float32)
+
+
+def rotary(positions_BT: Array, config: Config) -> tuple[Array, Array]:
+    """cos and sin [B, T, 1, H / 2], float32."""
+    angles = positions_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x_BTNH: Array, rope: tuple[Array, Array]) -> Array:
+    """Rotates element i of each head with element i + H / 2."""
+    cos, sin = (r.astype(x_BTNH.dtype) for r in rope)
+    a, b = jnp.split(x_BTNH, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def embed(table_VD: Array | Int8, tokens_BT: Array, dtype: Any) -> Array:
+    """Each device looks up the ids it owns; the others contribute zeros."""
+    rows = (table_VD.values if isinstance(table_VD, Int8) else table_VD).shape[0]
+    local_BT = tokens_BT - lax.axis_index(MODEL) * rows
+    mine_BT = (local_BT >= 0) & (local_BT < rows)
+    x_BTD = embed_rows(table_VD, jnp.clip(local_BT, 0, rows - 1), dtype)
+    return lax.psum(jnp.where(mine_BT[..., None], x_BTD, 0), MODEL)  # own ids only -> replicated
+
+
+def attention(x_BTD, layer, k_cache, v_cache, rope, length_B, config, implementation):
+    """Appends T tokens to the cache and attends to it: (output [B, T, D], k_cache, v_cache)."""
+    B, T, _ = x_BTD.shape
+    q_BTNH, k_BTKH, v_BTKH = (
+        linear(x_BTD, w).reshape(B, T, -1, config.head_dim) for w in (layer.wq, layer.wk, layer.wv)
+    )
+    positions_BT = length_B[:, None] - T + jnp.arange(T)
+    k_cache = kv.append(k_cache, rotate(k_BTKH, rope), positions_BT)
+    v_cache = kv.append(v_cache, v_BTKH, positions_BT)
+    attend = ragged_decode_attention if T <= DECODE_TOKENS else prefill_attention
+    (k, k_scale), (v, v_scale) = kv.parts(k_cache), kv.parts(v_cache)
+    o_BTNH = attend(
+        rotate(q_BTNH, rope),
+        k,
+        v,
+        length_B,
+        scale=config.head_dim**-0.5,
+        k_scale_BKS=k_scale,
+        v_scale_BKS=v_scale,
+        implementation=implementation,
+    )
+    o_BTD = lax.psum(
+        linear(o_BTNH.reshape(B, T, -1), layer.wo), MODEL
+    )  # own heads only -> replicated
+    return o_BTD, k_cache, v_cache
+
+
+def mlp(x_BTD: Array, layer: Layer) -> Array:
+    h_BTF = jax.nn.silu(linear(x_BTD, layer.w_gate)) * linear(x_BTD, layer.w_up)
+    return lax.psum(linear(h_BTF, layer.w_down), MODEL)  # own columns of F only -> replicated
+
+
+@partial(jax.jit, static_argnames=("config", "implementation"))
+def block(x_BTD, layer, k_cache, v_cache, rope, length_B, config, implementation):
+    h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
+    o_BTD, k_cache, v_cache = attention(
+        h_BTD, layer, k_cache, v_cache, rope, length_B, config, implementation
+    )
+    x_BTD = x_BTD + o_BTD
+    return (
+        x_BTD + mlp(rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps), layer),
+        k_cache,
+        v_cache,
+    )
+
+
+def forward(
+    weights: Weights,
+    cache: KVCache,
+    tokens_BT: Array,
+    length_B: Array,
+    config: Config,
+    at_B: Array | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, KVCache]:
+    """One device's part of the model over T new tokens per row; runs inside `shard_map`.
+
+    `length_B` counts the row's tokens with these T; 0 is an empty row. Returns this device's vocabulary range of the
+    logits in float32, [B, T, V], or [B, V] of token `at_B` alone, and the cache with the T tokens appended.
+    """
+    T = tokens_BT.shape[1]
+    rope = rotary(length_B[:, None] - T + jnp.arange(T), config)
+    x_BTD = embed(weights.embed, tokens_BT, weights.norm.dtype)
+    keys, values = [], []
+    for layer, k, v in zip(weights.layers, *cache, strict=True):
+        x_BTD, k, v = block(x_BTD, layer, k, v, rope, length_B, config, implementation)
+        keys.append(k)
+        values.append(v)
+    x = x_BTD if at_B is None else x_BTD[jnp.arange(len(at_B)), at_B]
+    head = weights.embed if weights.head is None else weights.head
+    logits = linear(rms_norm(x, weights.norm, config.rms_norm_eps), head, jnp.float32)
+    return logits, KVCache(tuple(keys), tuple(values))
+
+
+def logits(
+    weights,
+    cache,
+    tokens_BT,
+    length_B,
+    *,
+    config: Config,
+    mesh: Mesh,
+    implementation: str | None = None,
+):
+    """`forward` on a mesh: logits of every token, [B, T, vocab_size], and the cache. Differentiable by "reference"."""
+    specs = (specs_like(weights, weight_specs(config)), CACHE_SPEC, P(DATA), P(DATA))
+    run = partial(forward, config=config, implementation=implementation)
+    run = jax.shard_map(
+        run, mesh=mesh, in_specs=specs, out_specs=(P(DATA, None, MODEL), CACHE_SPEC)
+    )
+    logits_BTV, cache = run(weights, cache, tokens_BT, length_B)
+    return logits_BTV[..., : config.vocab_size], cache
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="cache")
+def prefill(
+    weights: Weights,
+    cache: KVCache,
+    tokens_BT: Array,
+    start_B: Array,
+    count_B: Array,
+    sampling: Sampling,
+    *,
+    config: Config,
+    mesh: Mesh,
+    implementation: str | None = None,
+) -> tuple[KVCache, Array]:
+    """Reads count_B tokens of each prompt behind the start_B that the cache already holds.
+
+    T is a bucket: tokens past count_B are padding, whose keys land beyond the row's length and are never seen. Returns the
+    cache (donated) and the next token [B], which means something once the prompt is complete.
+    """
+
+    def run(weights, cache, tokens_BT, start_B, count_B, sampling):
+        T = tokens_BT.shape[1]
+        last_B = jnp.maximum(count_B - 1, 0)
+        logits_BV, cache = forward(
+            weights, cache, tokens_BT, start_B + T, config, last_B, implementation
+        )
+        return cache, sample(
+            logits_BV, sampling, start_B + count_B, vocab_size=config.vocab_size, axes=MODEL
+        )
+
+    specs = (
+        specs_like(weights, weight_specs(config)),
+        CACHE_SPEC,
+        P(DATA),
+        P(DATA),
+        P(DATA),
+        P(DATA),
+    )
+    run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(CACHE_SPEC, P(DATA)))
+    return run(weights, cache, tokens_BT, start_B, count_B, sampling)
+
+
+@partial(jax.jit, static_argnames="mesh", donate_argnames="state")
+def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
+    """Copies row b of `prompt` into slot slot_B[b], which must be on the same `data` shard; slot -1 copies nothing."""
+
+    def run(state, prompt, slot_B):
+        slots = state.length_B.shape[0]
+        local_B = slot_B - lax.axis_index(DATA) * slots
+        local_B = jnp.where(
+            (local_B >= 0) & (local_B < slots), local_B, slots
+        )  # past the end: dropped
+        return jax.tree.map(lambda s, p: s.at[local_B].set(p, mode="drop"), state, prompt)
+
+    run = jax.shard_map(
+        run, mesh=mesh, in_specs=(STATE_SPEC, STATE_SPEC, P(DATA)), out_specs=STATE_SPEC
+    )
+    return run(state, prompt, slot_B)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
+def generate(
+    weights: Weights,
+    state: DecodeState,
+    *,
+    config: Config,
+    mesh: Mesh,
+    implementation: str | None = None,
+) -> tuple[DecodeState, Array]:
+    """One more token for every slot that is not empty: (state (donated), token [B]).
+
+    A slot of length L + 1 equals a prompt of L + 1 tokens: its newest token joins the cache and its next is sampled.
+    """
+
+    def run(weights, state):
+        length_B = jnp.where(state.length_B > 0, state.length_B + 1, 0)
+        logits_BTV, cache = forward(
+            weights,
+            state.cache,
+            state.token_B[:, None],
+            length_B,
+            config,
+            implementation=implementation,
+        )
+        token_B = sample(
+            logits_BTV[:, 0], state.sampling, length_B, vocab_size=config.vocab_size, axes=MODEL
+        )
+        return DecodeState(cache, length_B, token_B, state.sampling), token_B
+
+    specs = (specs_like(weights, weight_specs(config)), STATE_SPEC)
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(STATE_SPEC, P(DATA)))(
+        weights, state
+    )
+
+
+def checkpoint_table(config: Config, shards: int = 1) -> dict[str, tuple[str | None, Order | None]]:
+    """Published tensor name -> where it goes in Weights (None: known and not needed) and in which order of heads."""
+    heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards)
+    query, kv_heads = (partial(Order, size=config.head_dim, blocks=b) for b in heads)
+    return {
+        "model.embed_tokens.weight": ("embed", None),
+        "model.layers.*.input_layernorm.weight": ("layers.*.attn_norm", None),
+        "model.layers.*.self_attn.q_proj.weight": ("layers.*.wq", query(axis=0)),
+        "model.layers.*.self_attn.k_proj.weight": ("layers.*.wk", kv_heads(axis=0)),
+        "model.layers.*.self_attn.v_proj.weight": ("layers.*.wv", kv_heads(axis=0)),
+        "model.layers.*.self_attn.o_proj.weight": ("layers.*.wo", query(axis=1)),
+        "model.layers.*.post_attention_layernorm.weight": ("layers.*.mlp_norm", None),
+        "model.layers.*.mlp.gate_proj.weight": ("layers.*.w_gate", None),
+        "model.layers.*.mlp.up_proj.weight": ("layers.*.w_up", None),
+        "model.layers.*.mlp.down_proj.weight": ("layers.*.w_down", None),
+        "model.norm.weight": ("norm", None),
+        "lm_head.weight": (None if config.tie_word_embeddings else "head", None),
+        "model.layers.*.self_attn.rotary_emb.inv_freq": (None, None),
+    }
