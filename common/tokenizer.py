@@ -1,0 +1,255 @@
+"""Text to token ids and back: tokenizer files, the checkpoint's own chat template, streamed text.
+
+A checkpoint directory holds `tokenizer.json` (or GPT-2's `vocab.json` and `merges.txt`) and, beside
+it, JSON files that name the special tokens, the stop ids and the chat template.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+
+class Tokenizer(NamedTuple):
+    backend: tokenizers.Tokenizer
+    chat_template: str | None  # jinja source; None where the checkpoint is not made for chat
+    special_tokens: dict[str, str]  # "bos_token", "eos_token", ... -> text, as templates see them
+    special_ids: frozenset[int]  # what `decode` leaves out
+    stop_ids: frozenset[int]  # generation ends at any of these
+    bos_id: int | None
+    vocab_size: int  # one more than the largest id; the model's logits may have more
+
+
+def load_tokenizer(directory: Path | str) -> Tokenizer:
+    """Read the tokenizer of a checkpoint directory.
+
+    Raises FileNotFoundError when there is none, ValueError when a file cannot be understood.
+    """
+    directory = Path(directory)
+    config = _read_json(directory / "tokenizer_config.json")
+    names = {key: value.get("content") if isinstance(value, dict) else value
+             for key, value in config.items() if key.endswith("_token")}
+    special_tokens = {key: text for key, text in names.items() if isinstance(text, str)}
+    backend = _load_backend(directory, config.get("tokenizer_class"), special_tokens)
+    # Limits of a training run, saved with the tokenizer, would silently cut prompts.
+    backend.no_truncation()
+    backend.no_padding()
+
+    model = _read_json(directory / "config.json")
+    eos: list[Any] = [backend.token_to_id(special_tokens.get("eos_token", ""))]
+    for source in (model, model.get("text_config") or {},
+                   _read_json(directory / "generation_config.json")):
+        value = source.get("eos_token_id")
+        eos += value if isinstance(value, list) else [value]
+    stop_ids = frozenset(i for i in eos if i is not None)
+    if not all(type(i) is int for i in stop_ids):
+        raise ValueError(f"{directory}: eos_token_id must be an integer or a list of integers")
+
+    bos = special_tokens.get("bos_token", "")
+    bos_id = backend.token_to_id(bos)
+    # Some families say in the config alone that prompts begin with BOS.
+    if bos_id is not None and config.get("add_bos_token") and bos_id not in backend.encode("").ids:
+        backend.post_processor = processors.TemplateProcessing([bos, "$A"], None, [(bos, bos_id)])
+    added = backend.get_added_tokens_decoder()
+    return Tokenizer(
+        backend=backend,
+        chat_template=_chat_template(directory, config),
+        special_tokens=special_tokens,
+        special_ids=frozenset(i for i, token in added.items() if token.special),
+        stop_ids=stop_ids,
+        bos_id=model.get("bos_token_id") if bos_id is None else bos_id,
+        vocab_size=1 + max(backend.get_vocab().values(), default=-1),
+    )
+
+
+def _load_backend(
+    directory: Path, family: str | None, special_tokens: Mapping[str, str]
+) -> tokenizers.Tokenizer:
+    whole, vocab, merges = (directory / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
+    if not whole.exists() and not (vocab.exists() and merges.exists()):
+        raise FileNotFoundError(f"{directory}: no tokenizer.json (nor vocab.json with merges.txt); "
+                                "download the checkpoint's tokenizer files into this directory")
+    try:
+        if whole.exists():
+            return tokenizers.Tokenizer.from_file(str(whole))
+        backend = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
+    except Exception as error:  # the package raises bare Exception
+        files = whole if whole.exists() else f"{vocab} with merges.txt"
+        raise ValueError(f"{files}: {_one_line(error)}; download it again") from error
+    # Other families publish the same two files, but split text into words by other rules.
+    if family not in (None, "GPT2Tokenizer", "GPT2TokenizerFast"):
+        raise ValueError(f"{directory}: vocab.json with merges.txt is enough for GPT2Tokenizer "
+                         f"only, not for {family}; add the checkpoint's tokenizer.json")
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = {"<|endoftext|>", *special_tokens.values()}
+    backend.add_special_tokens([t for t in special if backend.token_to_id(t) is not None])
+    return backend
+
+
+def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
+    template = _read_text(directory / "chat_template.jinja") or config.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8") if path.exists() else None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text; download it again") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty where the file is missing."""
+    text = _read_text(path)
+    try:
+        value = {} if text is None else json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not valid JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def encode(tok: Tokenizer, text: str) -> list[int]:
+    """Ids of a raw prompt, with what the tokenizer itself adds (BOS), but never two BOS."""
+    ids = _ids(tok, text, add_special_tokens=True)
+    while tok.bos_id is not None and ids[:2] == [tok.bos_id] * 2:
+        del ids[0]  # the prompt spells out its own BOS
+    return ids
+
+
+def _ids(tok: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        return list(tok.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    except TypeError as error:  # undecodable bytes of a command line or file end up as surrogates
+        raise ValueError("the prompt is not valid Unicode text; give it as UTF-8") from error
+
+
+def decode(tok: Tokenizer, ids: Sequence[int], keep_special: bool = False) -> str:
+    """Text of ids as the decoder gives it, without any clean-up of spaces before punctuation."""
+    return str(tok.backend.decode(list(ids), skip_special_tokens=not keep_special))
+
+
+def encode_chat(
+    tok: Tokenizer, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True,
+    **variables: Any,
+) -> list[int]:
+    """Ids of a conversation. The template writes BOS itself, so the tokenizer adds nothing."""
+    text = render_chat(tok, messages, add_generation_prompt, **variables)
+    return _ids(tok, text, add_special_tokens=False)
+
+
+def render_chat(
+    tok: Tokenizer, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True,
+    **variables: Any,
+) -> str:
+    """A conversation in the checkpoint's own format; `variables` (`tools`, ...) reach the template.
+
+    Raises ValueError when there is no template, or with the template's own complaint.
+    """
+    if tok.chat_template is None:
+        raise ValueError("the checkpoint has no chat template; give a raw prompt, or use an "
+                         "instruction-tuned checkpoint")
+    if not messages or not all(isinstance(m, Mapping) for m in messages):
+        raise ValueError("a conversation is a non-empty list of {'role': ..., 'content': ...}")
+    # Templates test whether a key is there, so one that is None must look absent.
+    present = [{k: v for k, v in m.items() if v is not None} for m in messages]
+    values = {"tools": None, "documents": None, **tok.special_tokens, **variables}
+    try:
+        return _compile_template(tok.chat_template).render(
+            values, messages=present, add_generation_prompt=add_generation_prompt)
+    except Exception as error:  # foreign code: it may fail in any way
+        raise ValueError(f"chat template: {_one_line(error)}") from error
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what to train on; here it is only a scope."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), True), lineno=line)
+
+
+@lru_cache
+def _compile_template(source: str) -> jinja2.Template:
+    """Compile in the environment that templates are written for: that of Hugging Face."""
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    # Unlike jinja's own filter, this neither escapes for HTML nor sorts keys.
+    def tojson(x: Any, ensure_ascii: bool = False, indent: int | None = None,
+               separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                          sort_keys=sort_keys)
+
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                        extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    env.filters["tojson"] = tojson
+    env.globals |= {"raise_exception": raise_exception,
+                    "strftime_now": lambda pattern: datetime.now().strftime(pattern)}
+    return env.from_string(source)
+
+
+# An unfinished UTF-8 character has at most three bytes and a token at least one. So the last four
+# tokens hold all of it, after one that takes the decoder's treatment of a text's first token
+# (sentencepiece drops its leading space).
+_WINDOW = 4
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Stream(NamedTuple):
+    seen: tuple[int, ...] = ()  # the last tokens whose text is out, up to an unfinished character
+    held: tuple[int, ...] = ()  # the byte tokens after them
+    keep_special: bool = False
+
+
+def stream_start(tok: Tokenizer, context: Sequence[int] = (), keep_special: bool = False) -> Stream:
+    """An empty stream. `context`: the ids before it, where its text is to be joined to theirs."""
+    stream = Stream(keep_special=keep_special)
+    for token_id in context[-4 * _WINDOW :]:
+        stream, _ = stream_push(tok, stream, token_id)
+    return stream
+
+
+def stream_push(tok: Tokenizer, stream: Stream, token_id: int) -> tuple[Stream, str]:
+    """Add a token; return the text that is now certain, which joined equals `decode` of all."""
+    token = tok.backend.id_to_token(token_id)
+    if token is None or (token_id in tok.special_ids and not stream.keep_special):
+        return stream, ""  # decodes to nothing
+    if _BYTE_TOKEN.fullmatch(token):
+        # Byte fallback decodes a run of byte tokens as one: a bad byte spoils the good before it.
+        return stream._replace(held=(*stream.held, token_id)), ""
+    ids = (*stream.seen, *stream.held, token_id)
+    text = _certain(tok, stream, ids).removeprefix(_certain(tok, stream, stream.seen))
+    return stream._replace(seen=ids[-_WINDOW:], held=()), text
+
+
+def stream_flush(tok: Tokenizer, stream: Stream) -> str:
+    """The text held back, at the end; an unfinished character comes out as U+FFFD."""
+    text = decode(tok, stream.seen + stream.held, stream.keep_special)
+    return text.removeprefix(_certain(tok, stream, stream.seen))
+
+
+def _certain(tok: Tokenizer, stream: Stream, ids: Sequence[int]) -> str:
+    """The text of `ids` but for a last U+FFFD: the next token may complete that character."""
+    return decode(tok, ids, stream.keep_special).removesuffix("\ufffd")

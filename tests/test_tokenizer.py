@@ -1,0 +1,328 @@
+"""The golden files and the three tiny tokenizers are made by make_tokenizer_fixtures.py."""
+
+import json
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders
+
+import common.tokenizer as tk
+
+FIXTURES = Path(__file__).parent / "fixtures" / "tokenizer"
+CHAT = json.loads((FIXTURES / "chat.json").read_text(encoding="utf-8"))
+IDS = json.loads((FIXTURES / "ids.json").read_text(encoding="utf-8"))
+LLAMA3, LLAMA2, GPT2 = (tk.load_tokenizer(FIXTURES / n) for n in ("llama3", "llama2", "gpt2"))
+USER = [{"role": "user", "content": "hi"}]
+
+
+def metaspace_tokenizer():
+    """The llama2 tokenizer with the other decoder that drops a text's leading space."""
+    tok = tk.load_tokenizer(FIXTURES / "llama2")
+    tok.backend.decoder = decoders.Metaspace()
+    return tok
+
+
+TOKENIZERS = {"llama3": LLAMA3, "llama2": LLAMA2, "gpt2": GPT2, "metaspace": metaspace_tokenizer()}
+EVERY_TOKENIZER = pytest.mark.parametrize("tok", TOKENIZERS.values(), ids=TOKENIZERS)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A writable copy of the llama3 fixture, and a function that rewrites one of its files."""
+    shutil.copytree(FIXTURES / "llama3", tmp_path, dirs_exist_ok=True)
+
+    def rewrite(name, content):
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return tmp_path
+
+    return rewrite
+
+
+def with_template(template):
+    return LLAMA3._replace(chat_template=template)
+
+
+def pieces(tok, ids, **options):
+    """The text of each push, and of the flush."""
+    stream, out = tk.stream_start(tok, **options), []
+    for token_id in ids:
+        stream, text = tk.stream_push(tok, stream, token_id)
+        out.append(text)
+    return [*out, tk.stream_flush(tok, stream)]
+
+
+def one_line(error):
+    return "\n" not in str(error.value)
+
+
+# Encoding and decoding
+
+
+@pytest.mark.parametrize("name", IDS["raw"])
+def test_ids_and_texts_of_raw_prompts_equal_those_of_transformers(name):
+    for case in IDS["raw"][name]:
+        assert tk.encode(TOKENIZERS[name], case["text"]) == case["ids"]
+        assert tk.decode(TOKENIZERS[name], case["ids"]) == case["decoded"]
+        assert tk.decode(TOKENIZERS[name], case["ids"], keep_special=True) == case["kept"]
+
+
+def test_ids_of_a_conversation_equal_those_of_transformers():
+    ids = tk.encode_chat(LLAMA3, IDS["chat"]["messages"], date_string="1 Jan 2000")
+    assert ids == IDS["chat"]["ids"]
+
+
+@pytest.mark.parametrize("tok", [LLAMA3, LLAMA2], ids=["llama3", "llama2"])
+def test_a_prompt_has_one_bos_whether_or_not_it_spells_it_out(tok):
+    bos = tok.special_tokens["bos_token"]
+    assert tk.encode(tok, "the cat").count(tok.bos_id) == 1
+    assert tk.encode(tok, bos + "the cat").count(tok.bos_id) == 1
+    assert tk.encode(tok, bos + "the cat")[0] == tok.bos_id
+
+
+def test_a_conversation_has_one_bos():
+    assert tk.encode_chat(LLAMA3, USER).count(LLAMA3.bos_id) == 1
+
+
+def test_bos_is_added_where_only_the_config_asks_for_it(tmp_path):
+    shutil.copytree(FIXTURES / "gpt2", tmp_path, dirs_exist_ok=True)
+    config = {"bos_token": "<|endoftext|>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tok = tk.load_tokenizer(tmp_path)
+    assert tk.encode(tok, "the cat") == [tok.bos_id, *tk.encode(GPT2, "the cat")]
+
+
+def test_saved_truncation_and_padding_do_not_touch_prompts(checkpoint):
+    data = json.loads(LLAMA3.backend.to_str())
+    data["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst",
+                          "stride": 0}
+    data["padding"] = {"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None,
+                       "pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
+    tok = tk.load_tokenizer(checkpoint("tokenizer.json", data))
+    assert tk.encode(tok, "Hello world!") == tk.encode(LLAMA3, "Hello world!")
+
+
+def test_text_that_is_not_unicode_is_an_error_of_one_line():
+    with pytest.raises(ValueError, match="not valid Unicode") as error:
+        tk.encode(LLAMA3, "caf\udcc3")
+    assert one_line(error)
+
+
+# What the files say
+
+
+def test_stop_ids_are_the_union_of_what_the_files_say(checkpoint):
+    end, eot = (LLAMA3.backend.token_to_id(t) for t in ("<|end_of_text|>", "<|eot_id|>"))
+    assert LLAMA3.stop_ids == {end, eot}
+    checkpoint("config.json", {"eos_token_id": 5, "text_config": {"eos_token_id": [6, 7]}})
+    assert tk.load_tokenizer(checkpoint("generation_config.json", {"eos_token_id": [8]})).stop_ids \
+        == {5, 6, 7, 8, eot}
+    assert tk.load_tokenizer(checkpoint("tokenizer_config.json", {"eos_token": None})).stop_ids \
+        == {5, 6, 7, 8}
+
+
+def test_stop_ids_may_come_from_one_file_alone():
+    assert LLAMA2.stop_ids == {LLAMA2.backend.token_to_id("</s>")}  # an object in tokenizer_config
+    assert GPT2.stop_ids == {GPT2.backend.token_to_id("<|endoftext|>")}  # config.json
+
+
+def test_bos_falls_back_to_the_model_config():
+    assert GPT2.bos_id == GPT2.backend.token_to_id("<|endoftext|>")
+    assert GPT2.special_tokens == {}
+
+
+def test_the_end_of_text_of_gpt2_files_is_special():
+    assert GPT2.special_ids == {GPT2.bos_id}
+
+
+def test_the_vocabulary_size_counts_up_to_the_largest_id(checkpoint):
+    assert LLAMA3.vocab_size == max(LLAMA3.backend.get_vocab().values()) + 1
+    data = json.loads(LLAMA3.backend.to_str())
+    data["model"]["vocab"]["spare"] = 500
+    assert tk.load_tokenizer(checkpoint("tokenizer.json", data)).vocab_size == 501
+
+
+# Chat
+
+
+@pytest.mark.parametrize("case", CHAT["cases"], ids=lambda case: case["template"])
+def test_a_rendered_conversation_equals_that_of_transformers(case, monkeypatch):
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls.fromisoformat(CHAT["today"])
+
+    monkeypatch.setattr(tk, "datetime", Clock)
+    tok = LLAMA3._replace(chat_template=CHAT["templates"][case["template"]],
+                          special_tokens=CHAT["special_tokens"])
+    text = tk.render_chat(tok, case["messages"], case["add_generation_prompt"],
+                          **case["variables"])
+    assert text == case["expected"]
+
+
+def test_a_template_file_wins_over_the_config(checkpoint):
+    tok = tk.load_tokenizer(checkpoint("chat_template.jinja", "from the file {{ eos_token }}"))
+    assert tk.render_chat(tok, USER) == "from the file <|eot_id|>"
+
+
+def test_of_several_templates_the_default_is_taken(checkpoint):
+    named = [{"name": "tool_use", "template": "wrong"}, {"name": "default", "template": "right"}]
+    tok = tk.load_tokenizer(checkpoint("tokenizer_config.json", {"chat_template": named}))
+    assert tk.render_chat(tok, USER) == "right"
+
+
+def test_a_checkpoint_without_a_template_says_so():
+    assert LLAMA2.chat_template is None
+    with pytest.raises(ValueError, match="no chat template") as error:
+        tk.render_chat(LLAMA2, USER)
+    assert one_line(error)
+
+
+@pytest.mark.parametrize("template, message", [
+    ("{{ raise_exception('Roles must\n alternate!') }}", "chat template: Roles must alternate!"),
+    ("{% for m in messages %}", "chat template: Unexpected end of template"),
+    ("{{ messages[0].content + 1 }}", "chat template: can only concatenate str"),
+    ("{{ ''.__class__.__mro__ }}", "chat template: access to attribute '__class__'"),
+    ("{{ messages.append(1) }}", "chat template: access to attribute 'append'"),
+], ids=["its own complaint", "syntax", "types", "python internals", "changing messages"])
+def test_a_failing_template_is_a_value_error_of_one_line(template, message):
+    with pytest.raises(ValueError, match=message) as error:
+        tk.render_chat(with_template(template), USER)
+    assert one_line(error)
+
+
+@pytest.mark.parametrize("messages", [[], ["hi"], "hi"])
+def test_what_is_not_a_conversation_is_refused(messages):
+    with pytest.raises(ValueError, match="a conversation is"):
+        tk.render_chat(with_template("{{ messages }}"), messages)
+
+
+# Bad files
+
+
+def test_a_directory_without_a_tokenizer_names_the_files_it_lacks(tmp_path):
+    for present in (None, "vocab.json"):
+        if present:
+            shutil.copy(FIXTURES / "gpt2" / present, tmp_path)
+        with pytest.raises(FileNotFoundError, match="no tokenizer.json") as error:
+            tk.load_tokenizer(tmp_path)
+        assert one_line(error) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("tokenizer.json", "{", "tokenizer.json: .*download it again"),
+    ("tokenizer.json", {"model": {"type": "Unheard"}}, "tokenizer.json: .*download it again"),
+    ("tokenizer_config.json", "{", "tokenizer_config.json: not valid JSON"),
+    ("config.json", "", "config.json: not valid JSON"),
+    ("config.json", "[]", "config.json: expected a JSON object, not list"),
+    ("generation_config.json", {"eos_token_id": "2"}, "eos_token_id must be an integer"),
+])
+def test_a_damaged_file_is_a_value_error_that_names_it(checkpoint, name, content, message):
+    with pytest.raises(ValueError, match=message) as error:
+        tk.load_tokenizer(checkpoint(name, content))
+    assert one_line(error)
+
+
+def test_a_template_that_is_not_text_is_a_value_error_that_names_it(checkpoint):
+    directory = checkpoint("chat_template.jinja", "")
+    (directory / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="chat_template.jinja: not UTF-8"):
+        tk.load_tokenizer(directory)
+
+
+def test_damaged_gpt2_files_are_a_value_error(tmp_path):
+    shutil.copytree(FIXTURES / "gpt2", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nno such pair\n")
+    with pytest.raises(ValueError, match="vocab.json with merges.txt: ") as error:
+        tk.load_tokenizer(tmp_path)
+    assert one_line(error)
+
+
+def test_gpt2_files_of_another_family_are_refused(tmp_path):
+    shutil.copytree(FIXTURES / "gpt2", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(ValueError, match="not for Qwen2Tokenizer"):
+        tk.load_tokenizer(tmp_path)
+
+
+# Streaming
+
+
+@EVERY_TOKENIZER
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), keep=st.booleans())
+def test_streamed_text_equals_decoding_at_once_for_any_ids(tok, data, keep):
+    # Ids past the end: a model's vocabulary is often larger than its tokenizer's.
+    ids = data.draw(st.lists(st.integers(0, tok.vocab_size + 2), max_size=40))
+    assert "".join(pieces(tok, ids, keep_special=keep)) == tk.decode(tok, ids, keep_special=keep)
+
+
+@EVERY_TOKENIZER
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(st.sampled_from("a  the\n你好é👩\u200d👧👋🏽𝄞ॐ"), max_size=30))
+def test_streamed_text_never_holds_half_a_character(tok, text):
+    ids = tk.encode(tok, text)
+    streamed = pieces(tok, ids)
+    assert "".join(streamed) == tk.decode(tok, ids)
+    assert "\ufffd" not in "".join(streamed)
+
+
+@pytest.mark.parametrize("tok", [LLAMA3, GPT2], ids=["llama3", "gpt2"])
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_byte_level_text_comes_out_as_soon_as_it_is_certain(tok, data):
+    ids = data.draw(st.lists(st.integers(0, tok.vocab_size - 1), max_size=30))
+    streamed = pieces(tok, ids)
+    for n in range(len(ids) + 1):
+        assert "".join(streamed[:n]) == tk.decode(tok, ids[:n]).removesuffix("\ufffd")
+
+
+def test_an_emoji_in_four_byte_tokens_comes_out_with_its_last():
+    ids = [GPT2.backend.token_to_id(byte) for byte in "ðŁĺĢ"]  # F0 9F 98 80 as GPT-2 spells them
+    assert pieces(GPT2, ids) == ["", "", "", "😀", ""]
+    assert pieces(GPT2, ids[:3]) == ["", "", "", "\ufffd"]
+
+
+def test_byte_fallback_holds_a_run_until_it_ends():
+    good = [LLAMA2.backend.token_to_id(f"<0x{byte:02X}>") for byte in "é".encode()]
+    bad, the = LLAMA2.backend.token_to_id("<0xFF>"), LLAMA2.backend.token_to_id("▁the")
+    assert pieces(LLAMA2, [*good, the]) == ["", "", "é the", ""]
+    assert pieces(LLAMA2, [*good, bad, the]) == ["", "", "", "\ufffd" * 3 + " the", ""]
+
+
+@EVERY_TOKENIZER
+def test_the_cost_of_a_token_does_not_grow_with_the_text(tok, monkeypatch):
+    decode, lengths = tk.decode, []
+    monkeypatch.setattr(tk, "decode", lambda tok, ids, *rest: (
+        lengths.append(len(ids)), decode(tok, ids, *rest))[1])
+    invalid = tok.backend.token_to_id("ÿ") or 0  # never part of a character in a byte-level text
+    pieces(tok, tk.encode(tok, "the cat 你好\n" * 50) + [invalid] * 100)
+    assert max(lengths) <= 6
+
+
+def test_a_stream_can_continue_the_text_of_its_prompt():
+    prompt, ids = tk.encode(LLAMA2, "the"), [LLAMA2.backend.token_to_id("▁the")]
+    assert "".join(pieces(LLAMA2, ids)) == "the"
+    assert "".join(pieces(LLAMA2, ids, context=prompt)) == " the"
+    long = tk.encode(LLAMA2, "the cat sat on the mat and " * 9 + "the")
+    assert "".join(pieces(LLAMA2, ids, context=long)) == " the"
+    *cut, last = tk.encode(GPT2, "the cat sat on the mat and 世")
+    assert pieces(GPT2, [last], context=cut) == ["世", ""]
+
+
+def test_special_tokens_are_streamed_only_when_asked_for():
+    ids = tk.encode(LLAMA3, "the<|eot_id|> cat")
+    assert "".join(pieces(LLAMA3, ids)) == "the cat"
+    assert "".join(pieces(LLAMA3, ids, keep_special=True)) == "<|begin_of_text|>the<|eot_id|> cat"
+
+
+def test_a_stream_is_a_value_that_can_be_continued_twice():
+    ids = tk.encode(GPT2, "你")
+    stream = tk.stream_start(GPT2)
+    for token_id in ids[:-1]:
+        stream, _ = tk.stream_push(GPT2, stream, token_id)
+    assert [tk.stream_push(GPT2, stream, ids[-1])[1] for _ in range(2)] == ["你", "你"]
