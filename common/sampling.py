@@ -1,0 +1,178 @@
+"""Sampling the next token from logits whose vocabulary is split across devices.
+
+All of `sample` runs inside `shard_map`: V is the slice of the vocabulary that one device holds, B
+its slots. Nothing of size V is gathered or sorted. Filters are thresholds on the logits, searched
+for over the bits of float32, and the draw descends from device to block to token; both cost a few
+numbers per slot between devices.
+"""
+
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+BLOCK = 256  # tokens per step of the draw; near sqrt(V), so that both of its prefix sums are short
+SIGN = np.uint32(1 << 31)
+
+
+class Sampling(NamedTuple):
+    """What each slot asks for; filters apply in this order, as in Hugging Face transformers."""
+
+    temperature_B: Array  # f32, 0 is greedy
+    top_k_B: Array  # i32, keeps the k largest logits; 0 is off
+    top_p_B: Array  # f32, keeps the fewest largest that hold this share of what is left; 1 is off
+    min_p_B: Array  # f32, keeps those at least this likely relative to the likeliest; 0 is off
+    seed_B: Array  # u32
+
+
+def sampling_params(
+    n: int,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
+    seed: int | Sequence[int] = 0,
+) -> Sampling:
+    """Parameters of n slots, each one value for all or n values; ValueError if one is invalid."""
+
+    def column(
+        name: str, values: Any, dtype: type, valid: Callable[[Any], bool], must: str
+    ) -> Array:
+        row, real = np.asarray(values, object), dtype is np.float32
+        if row.shape not in ((), (n,)):
+            raise ValueError(f"{name} must be one value or {n}, got shape {row.shape}")
+        for v in row.flat:
+            # Judged as the float32 that it becomes: 1e-60 is not a positive top_p.
+            if not isinstance(v, Real if real else Integral) or not valid(dtype(v) if real else v):
+                raise ValueError(f"{name} must be {must}, got {v!r}")
+        return jnp.asarray(np.broadcast_to(row, n).astype(dtype))
+
+    i32, u32, f32 = np.int32, np.uint32, np.float32
+    with np.errstate(over="ignore"):
+        return Sampling(
+            column("temperature", temperature, f32, lambda t: 0 <= t < np.inf, "finite and >= 0"),
+            column("top_k", top_k, i32, lambda k: 0 <= k < 2**31, "an integer in [0, 2**31)"),
+            column("top_p", top_p, f32, lambda p: 0 < p <= 1, "in (0, 1]"),
+            column("min_p", min_p, f32, lambda p: 0 <= p < 1, "in [0, 1)"),
+            column("seed", seed, u32, lambda s: 0 <= s < 2**32, "an integer in [0, 2**32)"),
+        )
+
+
+def sample(
+    logits_BV: Array,
+    sampling: Sampling,
+    position_B: Array,
+    *,
+    vocab_size: int,
+    axes: tuple[str, ...],
+) -> Array:
+    """Token ids [B] int32, equal on all devices of `axes`, over which f32 logits are split in V.
+
+    A token depends on its slot's logits, parameters and position alone. Ids >= vocab_size are
+    padding and never sampled. NaN counts as -inf; a slot of nothing else gets some valid id.
+    """
+    V = logits_BV.shape[1]
+    ids = V * lax.axis_size(axes)
+    if not 0 < vocab_size <= ids:
+        raise ValueError(f"vocab_size {vocab_size} is not in [1, {ids}], the ids that have logits")
+    device = lax.axis_index(axes)
+    id_V = device * V + jnp.arange(V)
+    x_BV = jnp.minimum(logits_BV, jnp.finfo(jnp.float32).max)  # +inf - +inf would be NaN
+    x_BV = jnp.where((id_V < vocab_size) & ~jnp.isnan(x_BV), x_BV, -jnp.inf)
+    max_B = lax.pmax(x_BV.max(1), axes)  # one per device -> replicated, here and below
+    # The lowest id that holds the maximum; argmax is several times slower on CPU.
+    greedy_B = lax.pmin(jnp.where(x_BV == max_B[:, None], id_V, ids).min(1), axes)
+
+    def draw() -> Array:
+        p_BV = kept_mass(x_BV, max_B, sampling, axes)
+        p_BCK = jnp.pad(p_BV, ((0, 0), (0, -V % BLOCK))).reshape(len(p_BV), -1, BLOCK)
+        p_BC = p_BCK.sum(2)
+        p_BN = lax.all_gather(p_BC.sum(1), axes, axis=1)  # [B] per device -> [B, devices] on all
+        u_B = jax.vmap(_uniform)(sampling.seed_B, position_B)
+        owner_B, rest_B = _descend(p_BN, u_B * p_BN.sum(1))
+        block_B, rest_B = _descend(p_BC, rest_B)
+        p_BK = jnp.take_along_axis(p_BCK, block_B[:, None, None], axis=1)[:, 0]
+        id_B = device * V + block_B * BLOCK + _descend(p_BK, rest_B)[0]
+        drawn_B = lax.psum(jnp.where(device == owner_B, id_B, 0), axes)
+        return jnp.where(sampling.temperature_B > 0, drawn_B, greedy_B)
+
+    # All devices of `axes` see the same predicate, here and below, so a branch may communicate.
+    return lax.cond(jnp.any(sampling.temperature_B > 0), draw, lambda: greedy_B)
+
+
+def kept_mass(x_BV: Array, max_B: Array, sampling: Sampling, axes: tuple[str, ...]) -> Array:
+    """Probabilities [B, V] relative to the likeliest token's, 0 where a filter drops the token.
+
+    Ties at a threshold are all kept. Thresholds are on the logits, since dividing by a temperature
+    changes no order but can round distinct logits together.
+    """
+    hot_B = sampling.temperature_B > 0
+    p_BV = jnp.exp((x_BV - max_B[:, None]) / jnp.where(hot_B, sampling.temperature_B, 1)[:, None])
+
+    def keep(on_B: Array, weight_BV: Array | float, target: Callable[[], Array]) -> Array:
+        def search() -> Array:
+            # Off asks for infinite weight, so keeps all, exactly as when no slot needs a search.
+            return _threshold(x_BV, max_B, weight_BV, jnp.where(on_B, target(), jnp.inf), axes)
+
+        t_B = lax.cond(jnp.any(on_B & hot_B), search, lambda: jnp.full_like(max_B, -jnp.inf))
+        return jnp.where(x_BV >= t_B[:, None], p_BV, 0)
+
+    # Counting in float32 is exact for vocabularies of up to 2**24.
+    p_BV = keep(sampling.top_k_B > 0, 1.0, lambda: sampling.top_k_B.astype(jnp.float32))
+    p_BV = keep(sampling.top_p_B < 1, p_BV, lambda: sampling.top_p_B * lax.psum(p_BV.sum(1), axes))
+    return jnp.where(p_BV >= sampling.min_p_B[:, None], p_BV, 0)
+
+
+def _threshold(
+    x_BV: Array, max_B: Array, weight_BV: Array | float, target_B: Array, axes: tuple[str, ...]
+) -> Array:
+    """Largest t_B <= max_B for which the weight of all x >= t reaches target_B; -inf if none does.
+
+    Floats are ordered as their `_image` in uint32, whose bits are found from the top, two a round:
+    three candidates at a time halve the rounds, whose latency is the cost on many devices.
+    """
+    lowest_B, highest_B = _image(jnp.full_like(max_B, -jnp.inf)), _image(max_B)
+
+    def value(image_B: Array) -> Array:
+        image_B = jnp.clip(image_B, lowest_B, highest_B)  # beyond the infinities lie NaNs
+        bits_B = jnp.where(image_B >= SIGN, image_B ^ SIGN, ~image_B)
+        return lax.bitcast_convert_type(bits_B, jnp.float32)
+
+    def refine(i: Array, image_B: Array) -> Array:
+        shift = (30 - 2 * i).astype(jnp.uint32)
+        ts = [value(image_B + (jnp.uint32(digit) << shift)) for digit in (1, 2, 3)]
+        weights = [jnp.where(x_BV >= t_B[:, None], weight_BV, 0).sum(1) for t_B in ts]
+        reached_JB = lax.psum(jnp.stack(weights), axes) >= target_B  # partial -> replicated
+        return image_B + (reached_JB.sum(0, dtype=jnp.uint32) << shift)
+
+    return value(lax.fori_loop(0, 16, refine, jnp.zeros_like(highest_B)))
+
+
+def _image(x: Array) -> Array:
+    """The uint32 that stands among uint32s where float32 x stands among floats."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >= SIGN, ~bits, bits ^ SIGN)
+
+
+def _uniform(seed: Array, position: Array) -> Array:
+    """One float32 inside (0, 1), from seed and position alone."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+    # Centres of 2**23 cells, not their lower ends: 0 draws the first token, however improbable.
+    return jax.random.uniform(key) + 2.0**-24
+
+
+def _descend(mass_BX: Array, rest_B: Array) -> tuple[Array, Array]:
+    """The bin [B] that rest_B falls in when masses are laid end to end, and rest_B inside it.
+
+    However sums round (parallel prefix sums need not be monotone), an empty bin is never hit, and
+    what runs past the end hits the last bin with mass.
+    """
+    end_BX = jnp.where(mass_BX > 0, jnp.cumsum(mass_BX, 1), 0)
+    rest_B = jnp.minimum(rest_B, jnp.nextafter(end_BX.max(1), jnp.zeros_like(rest_B)))
+    bin_B = jnp.argmax(end_BX > rest_B[:, None], axis=1).astype(jnp.int32)
+    start_B = jnp.take_along_axis(end_BX - mass_BX, bin_B[:, None], axis=1)[:, 0]
+    return bin_B, jnp.maximum(rest_B - start_B, 0)
