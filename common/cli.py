@@ -1,0 +1,524 @@
+"""The command line of every model: a published checkpoint and a prompt in, text out.
+
+stdout carries the text (or, with --json, one record per prompt) and nothing else; progress, the summary and errors go to
+stderr. A user's mistake gets one line and exit code 2.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+EXAMPLES = """
+examples:
+  python -m {name}.main                                            the small model that comes with the repository
+  python -m {name}.main --ckpt DIR_OR_HUB_ID --prompt "Hello"
+  python -m {name}.main --ckpt DIR_OR_HUB_ID --chat --system "Answer in verse."
+  python -m {name}.main --ckpt DIR_OR_HUB_ID --prompts questions.txt --slots 8 --json > answers.jsonl
+  python -m {name}.main --ckpt DIR_OR_HUB_ID --quant int8 --kv-quant int8 --mesh expert=4,tensor=2
+"""
+
+
+def parser(name: str) -> argparse.ArgumentParser:
+    ap = argparse.ArgumentParser(
+        prog=f"python -m {name}.main",
+        description=f"Generate text with a {name} checkpoint on CPU, GPU or TPU.",
+        epilog=EXAMPLES.format(name=name),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = ap.add_argument_group("model")
+    model.add_argument(
+        "--ckpt", help="directory or hub id of a published checkpoint (default: the embedded model)"
+    )
+    model.add_argument("--revision", help="branch, tag or commit of a hub repository")
+    model.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="default: the checkpoint's own"
+    )
+    model.add_argument(
+        "--quant", choices=["int8"], help="weights as int8 with a scale per output channel"
+    )
+    model.add_argument(
+        "--kv-quant", choices=["int8"], help="cache as int8 with a scale per token and head"
+    )
+    model.add_argument(
+        "--random",
+        action="store_true",
+        help="random weights; --ckpt may then be a lone config.json or a named shape",
+    )
+    model.add_argument(
+        "--mesh",
+        default="",
+        metavar="AXES",
+        help="e.g. data=1,expert=1,tensor=8 (default: all devices on tensor)",
+    )
+    text = ap.add_argument_group("prompts (default: standard input, whole)")
+    text.add_argument("--prompt", action="append", metavar="P", help="may be given several times")
+    text.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")
+    text.add_argument(
+        "--chat", action="store_true", help="a conversation; the cache is kept between turns"
+    )
+    text.add_argument("--system", metavar="S", help="system message")
+    text.add_argument(
+        "--raw",
+        action="store_true",
+        help="the prompt as it is, without the checkpoint's chat template",
+    )
+    sampling = ap.add_argument_group("sampling (default: greedy)")
+    sampling.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    sampling.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="prompt i (from 0) uses seed S + i"
+    )
+    run = ap.add_argument_group("running")
+    run.add_argument(
+        "--max-len",
+        type=int,
+        metavar="N",
+        help="cache positions a slot (default: what the prompts need)",
+    )
+    run.add_argument(
+        "--slots", type=int, metavar="N", help="prompts decoded together (default: up to 8)"
+    )
+    run.add_argument(
+        "--json", action="store_true", help="one JSON record per prompt instead of text"
+    )
+    run.add_argument("--profile", metavar="DIR", help="write a profiler trace of the generation")
+    run.add_argument(
+        "--no-compile-cache", action="store_true", help="do not keep compiled programs between runs"
+    )
+    run.add_argument(
+        "--distributed",
+        action="store_true",
+        help="one of several processes (a TPU pod): run it on each",
+    )
+    return ap
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """{"tensor": 8} of "tensor=8"; ValueError names what is wrong."""
+    axes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        name, _, size = part.partition("=")
+        if (
+            name not in ("data", "expert", "tensor")
+            or not size.isdigit()
+            or int(size) < 1
+            or name in axes
+        ):
+            raise ValueError(
+                f"--mesh {text!r}: expected data=N,expert=N,tensor=N, each at most once, at {part!r}"
+            )
+        axes[name] = int(size)
+    return axes
+
+
+def configure_jax(axes: dict[str, int], compile_cache: bool, distributed: bool) -> None:
+    """Settings that must come before the first device is touched."""
+    import jax
+
+    need = 1
+    for size in axes.values():
+        need *= size
+    if need > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update(
+            "jax_num_cpu_devices", need
+        )  # a mesh can be tried on a laptop; other platforms ignore it
+    if compile_cache:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "folio" / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    if distributed:
+        jax.distributed.initialize()
+
+
+def default_mesh(axes: dict[str, int], config: Any) -> Any:
+    """The mesh asked for, or all devices on `tensor` as far as the model has heads."""
+    import jax
+
+    from common.sharding import make_mesh
+
+    devices = jax.devices()
+    if axes:
+        return make_mesh(**axes, devices=devices)
+    return make_mesh(tensor=min(len(devices), config.num_attention_heads), devices=devices)
+
+
+class Loaded(NamedTuple):
+    """A checkpoint, ready: its tokenizer is None for a lone config."""
+
+    model: ModuleType
+    config: Any
+    mesh: Any
+    weights: Any
+    dtype: Any
+    tokenizer: Any
+    seconds: float
+
+
+def read_source(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Path | None]:
+    """The parsed config.json and the checkpoint's directory (None when --random runs a shape alone)."""
+    from common.checkpoint import locate, read_config
+
+    if args.ckpt is None:
+        directory = Path(__file__).parent.parent / name / "embedded"
+        return read_config(directory), directory
+    if args.random:
+        shapes = importlib.import_module(f"{name}.shapes").SHAPES
+        if args.ckpt in shapes:
+            return shapes[args.ckpt], None
+        if Path(args.ckpt).is_file():
+            return json.loads(Path(args.ckpt).read_text()), None
+    directory = locate(args.ckpt, args.revision)
+    return read_config(directory), directory
+
+
+def load(name: str, args: argparse.Namespace, axes: dict[str, int]) -> Loaded:
+    """Everything that a run needs before its prompts; ValueError or OSError for a user's mistake."""
+    began = time.perf_counter()
+    model = importlib.import_module(f"{name}.model")
+    hf, directory = read_source(name, args)
+    try:
+        config = model.config_from_hf(hf)
+    except KeyError as missing:
+        raise ValueError(f"config.json has no {missing}: is this a {name} checkpoint?") from None
+    import jax.numpy as jnp
+
+    from common.checkpoint import load_weights, progress_bar, random_weights
+    from common.sharding import model_shards
+    from common.tokenizer import load_tokenizer
+
+    stored = str(hf.get("torch_dtype") or hf.get("dtype") or "bfloat16")
+    dtype = jnp.dtype(args.dtype or ("float32" if stored == "float32" else "bfloat16"))
+    tokenizer = None if directory is None else load_tokenizer(directory)
+    mesh = default_mesh(axes, config)
+    shards = model_shards(mesh)
+    padded, specs = model.weight_shapes(config, shards), model.weight_specs(config)
+    quantize = args.quant == "int8"
+    if args.random:
+        weights = random_weights(padded, specs, mesh, dtype, seed=args.seed, quantize=quantize)
+    else:
+        table, shapes = model.checkpoint_table(config, shards), model.weight_shapes(config)
+        progress = progress_bar(sys.stderr)
+        weights = load_weights(
+            directory,
+            table,
+            shapes,
+            padded,
+            specs,
+            mesh,
+            dtype,
+            quantize=quantize,
+            progress=progress,
+        )
+    return Loaded(model, config, mesh, weights, dtype, tokenizer, time.perf_counter() - began)
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The texts to answer, from --prompt, --prompts or standard input."""
+    prompts = list(args.prompt or [])
+    if args.prompts:
+        prompts += [
+            line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()
+        ]
+    if not prompts and not args.prompts and not sys.stdin.isatty():
+        prompts = [text] if (text := sys.stdin.read()).strip() else []
+    if not prompts and not args.prompts and args.ckpt is None:
+        prompts = ["ACT I.\n\n"]
+    if not prompts:
+        raise ValueError(
+            "no prompt: give --prompt, --prompts FILE, --chat, or text on standard input"
+        )
+    return prompts
+
+
+def encode_prompt(loaded: Loaded, args: argparse.Namespace, text: str) -> list[int]:
+    """Token ids of one prompt, through the chat template where the checkpoint has one."""
+    from common.tokenizer import encode, encode_chat
+
+    tok = loaded.tokenizer
+    if tok is None:  # random weights of a lone config: any ids will do
+        return [byte % loaded.config.vocab_size for byte in text.encode()]
+    if args.raw or tok.chat_template is None:
+        if args.system:
+            raise ValueError(
+                "--system needs a chat template: this checkpoint has none, or --raw was given"
+            )
+        ids = encode(tok, text)
+    else:
+        ids = encode_chat(tok, messages(args, [("user", text)]))
+    if max(ids, default=0) >= loaded.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer made id {max(ids)}, but the model has {loaded.config.vocab_size}"
+        )
+    return ids
+
+
+def messages(args: argparse.Namespace, turns: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    system = [("system", args.system)] if args.system else []
+    return [{"role": role, "content": content} for role, content in (*system, *turns)]
+
+
+def capacity_for(config: Any, need: int, max_len: int | None) -> int:
+    """Cache positions a slot: --max-len, or the power of two that `need` fits in; never beyond the model's context."""
+    limit = config.max_position_embeddings
+    if max_len is not None and not 1 <= max_len <= limit:
+        raise ValueError(
+            f"--max-len {max_len} is not between 1 and the model's max_position_embeddings, {limit}"
+        )
+    return max_len or min(limit, max(512, 1 << (need - 1).bit_length()))
+
+
+def make_engine(loaded: Loaded, args: argparse.Namespace, need: int, prompts: int) -> Any:
+    import jax.numpy as jnp
+
+    from common.serve import Engine
+    from common.sharding import DATA, round_up
+
+    rows = loaded.mesh.shape[DATA]
+    slots = args.slots or round_up(min(prompts, 8), rows)
+    if slots < 1:
+        raise ValueError(f"--slots must be at least 1, got {slots}")
+    if args.kv_quant:
+        cache_dtype = jnp.int8
+    else:  # XLA's CPU compiler rewrites a whole bfloat16 cache at every update; float32 is updated in place
+        on_cpu = loaded.mesh.devices.flat[0].platform == "cpu"
+        cache_dtype = jnp.float32 if on_cpu else loaded.dtype
+    capacity = capacity_for(loaded.config, need, args.max_len)
+    return Engine(
+        loaded.model, loaded.config, loaded.mesh, loaded.weights, slots, capacity, cache_dtype
+    )
+
+
+def make_request(args: argparse.Namespace, ids: Sequence[int], index: int) -> Any:
+    from common.serve import Request
+
+    knobs = (args.temperature, args.top_k, args.top_p, args.min_p, args.seed + index)
+    return Request(ids, args.max_new_tokens, *knobs)
+
+
+class Reply(NamedTuple):
+    """The text of one prompt so far."""
+
+    tokens: list[int]
+    text: list[str]
+    stream: Any
+    finish: str | None
+    seconds: float  # from the start of the run to its newest token
+
+
+def extend(
+    tok: Any, reply: Reply, event: Any, seconds: float, stop_ids: frozenset[int]
+) -> tuple[Reply, str]:
+    """A reply with one more token, and the text that it completes."""
+    from common.tokenizer import stream_flush, stream_push
+
+    stream, text = reply.stream, ""
+    if tok is None:
+        text = f"{event.token} "
+    elif event.token not in stop_ids:
+        stream, text = stream_push(tok, stream, event.token)
+    if event.finish and tok is not None:
+        text += stream_flush(tok, stream)
+    reply.tokens.append(event.token)
+    reply.text.append(text)
+    return Reply(reply.tokens, reply.text, stream, event.finish, seconds), text
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[list[bool]]:
+    """A list that becomes non-empty on Ctrl-C; a second Ctrl-C interrupts as usual."""
+    pressed: list[bool] = []
+
+    def handler(*_: Any) -> None:
+        pressed.append(True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def run_prompts(loaded: Loaded, args: argparse.Namespace, write: Any) -> tuple[Any, Any, bool]:
+    """Answers all prompts, in their order on stdout: (engine, session, interrupted)."""
+    from common.serve import check_request, serve, start_session
+    from common.tokenizer import stream_start
+
+    texts = read_prompts(args)
+    ids = [encode_prompt(loaded, args, text) for text in texts]
+    requests = [make_request(args, x, i) for i, x in enumerate(ids)]
+    engine = make_engine(loaded, args, max(map(len, ids)) + args.max_new_tokens, len(texts))
+    for i, request in enumerate(requests):
+        check_request(request, engine.capacity, f"prompt {i + 1}")
+    tok, stop_ids = loaded.tokenizer, loaded.tokenizer.stop_ids if loaded.tokenizer else frozenset()
+    raw = tok is not None and (args.raw or tok.chat_template is None)
+    replies = [
+        Reply([], [], stream_start(tok, x if raw else ()) if tok else None, None, 0.0) for x in ids
+    ]
+    session, began, shown = start_session(engine), time.perf_counter(), 0
+
+    def record(i: int, reply: Reply) -> str:
+        fields = {
+            "index": i,
+            "prompt": texts[i],
+            "text": "".join(reply.text),
+            "prompt_tokens": len(ids[i]),
+            "tokens": reply.tokens,
+            "finish_reason": reply.finish or "interrupted",
+            "seconds": round(reply.seconds, 4),
+        }
+        return json.dumps(fields, ensure_ascii=False) + "\n"
+
+    with (
+        interruptible() as pressed,
+        contextlib.closing(serve(engine, requests, stop_ids, session)) as events,
+    ):
+        for event in events:
+            i = event.request
+            replies[i], text = extend(tok, replies[i], event, time.perf_counter() - began, stop_ids)
+            if i == shown and not args.json:
+                write(text)
+            while (
+                shown < len(replies) and replies[shown].finish
+            ):  # the next in order may be done, or have begun
+                write(record(shown, replies[shown]) if args.json else "\n")
+                shown += 1
+                if shown < len(replies) and not args.json:
+                    write("".join(replies[shown].text))
+            if pressed:
+                break
+    for i in range(shown, len(replies)):
+        if args.json:
+            write(record(i, replies[i]))
+        elif replies[i].text:
+            write(("" if i == shown else "".join(replies[i].text)) + "\n")
+    return engine, session, bool(pressed)
+
+
+def run_chat(loaded: Loaded, args: argparse.Namespace, write: Any) -> tuple[Any, Any, bool]:
+    """A conversation on one slot; every turn reads only what the cache does not hold yet."""
+    from common.serve import serve, start_session
+    from common.tokenizer import encode_chat, stream_start
+
+    tok = loaded.tokenizer
+    if tok is None or tok.chat_template is None:
+        raise ValueError("--chat needs a checkpoint with a chat template, and this one has none")
+    need = min(loaded.config.max_position_embeddings, 4096)
+    engine = make_engine(loaded, args, need, loaded.mesh.shape["data"])
+    session, turns = start_session(engine), []
+    while True:
+        if sys.stdin.isatty():
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return engine, session, False
+        if not line.strip():
+            continue
+        turns.append(("user", line.strip()))
+        ids = encode_chat(tok, messages(args, turns))
+        if len(ids) > engine.capacity:
+            raise ValueError(
+                f"the conversation has {len(ids)} tokens, more than the cache's {engine.capacity} (--max-len)"
+            )
+        reply = Reply([], [], stream_start(tok), None, 0.0)
+        request = make_request(args, ids, len(turns) // 2)
+        with (
+            interruptible() as pressed,
+            contextlib.closing(
+                serve(engine, [request], tok.stop_ids, session, reuse_multiple=1)
+            ) as events,
+        ):
+            for event in events:
+                reply, text = extend(tok, reply, event, 0.0, tok.stop_ids)
+                write(text)
+                if pressed:
+                    break
+        write("\n")
+        turns.append(("assistant", "".join(reply.text)))
+
+
+def summary(loaded: Loaded, engine: Any, session: Any) -> str:
+    """One line: seconds, rates, and the fraction of the bandwidth floor that decoding reached."""
+    from common.bandwidth import parallel_readers, read_bandwidth, step_bytes
+
+    s = session.stats
+    parts = [
+        f"load {loaded.seconds:.1f} s",
+        f"compile {s.compile_s:.1f} s",
+        f"first token {s.first_token_s:.2f} s",
+    ]
+    if s.prefill_s:
+        parts.append(f"prefill {s.prefill_tokens} tokens at {s.prefill_tokens / s.prefill_s:.0f}/s")
+    if s.cached_tokens:
+        parts.append(f"{s.cached_tokens} prompt tokens already cached")
+    if s.decode_tokens and s.decode_s:
+        parts.append(f"decode {s.decode_tokens} tokens at {s.decode_tokens / s.decode_s:.1f}/s")
+        bandwidth = read_bandwidth() * parallel_readers(loaded.mesh)
+        floor = step_bytes(loaded.weights, session.state.cache, filled=0.0) / bandwidth
+        parts.append(
+            f"{100 * floor * s.decode_steps / s.decode_s:.0f}% of the {bandwidth / 1e9:.0f} GB/s read floor"
+        )
+    return "; ".join(parts)
+
+
+def main(name: str, argv: Sequence[str] | None = None) -> None:
+    """Runs the command line of the model in package `name`; exits with 2 on a user's mistake, 130 on Ctrl-C."""
+    args = parser(name).parse_args(argv)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        axes = parse_mesh(args.mesh)
+        if args.chat and (args.json or args.raw or args.prompt or args.prompts):
+            raise ValueError(
+                "--chat reads its turns from standard input: not with --json, --raw, --prompt or --prompts"
+            )
+        if args.max_new_tokens < 1:
+            raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+        configure_jax(axes, not args.no_compile_cache, args.distributed)
+        run(name, args, axes)
+    except BrokenPipeError:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # the reader has gone: nothing more to say
+        sys.exit(0)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        sys.exit(_fail(str(error)))
+
+
+def _fail(message: str) -> int:
+    sys.stderr.write("".join(f"error: {line}\n" for line in message.splitlines()))
+    return 2
+
+
+def run(name: str, args: argparse.Namespace, axes: dict[str, int]) -> None:
+    import jax
+
+    loaded = load(name, args, axes)
+
+    def write(text: str) -> None:
+        if jax.process_index() == 0:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    trace = jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext()
+    with trace:
+        engine, session, interrupted = (run_chat if args.chat else run_prompts)(loaded, args, write)
+    if jax.process_index() == 0:
+        sys.stderr.write(f"[{summary(loaded, engine, session)}]\n")
+    if interrupted:
+        sys.exit(130)
