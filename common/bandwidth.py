@@ -1,4 +1,5 @@
-"""The floor under decoding: bytes that a step must read over the bandwidth that this machine was measured to have."""
+"""The floor under decoding: bytes that a step must read over the bandwidth that this machine was
+measured to have."""
 
 import time
 from typing import Any
@@ -9,7 +10,8 @@ from jax.sharding import Mesh
 
 
 def read_bandwidth(megabytes: int = 256, repeats: int = 5) -> float:
-    """Bytes per second at which one device reads a matrix that fits no cache: the best of a few one-row products."""
+    """Bytes per second at which one device reads a matrix that fits no cache: the best of a few
+    one-row products."""
     rows = megabytes * 2**20 // (4 * 4096)
     w, x = jnp.ones((rows, 4096)), jnp.ones(4096)
     product = jax.jit(lambda w, x: w @ x)
@@ -27,7 +29,8 @@ def tree_bytes(tree: Any) -> int:
 
 
 def step_bytes(weights: Any, cache: Any, filled: float) -> float:
-    """Bytes that one decode step must read: all weights but a separate embedding table, and the filled part of the cache."""
+    """Bytes that one decode step must read: all weights but a separate embedding table, and the
+    filled part of the cache."""
     skipped = tree_bytes(weights.embed) if getattr(weights, "head", None) is not None else 0
     return tree_bytes(weights) - skipped + tree_bytes(cache) * filled
 

@@ -1,7 +1,7 @@
 """The command line of every model: a published checkpoint and a prompt in, text out.
 
-stdout carries the text (or, with --json, one record per prompt) and nothing else; progress, the summary and errors go to
-stderr. A user's mistake gets one line and exit code 2.
+stdout carries the text (or, with --json, one record per prompt) and nothing else; progress, the
+summary and errors go to stderr. A user's mistake gets one line and exit code 2.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 EXAMPLES = """
 examples:
-  python -m {name}.main                                            the small model that comes with the repository
+  python -m {name}.main                             the small model that the repository ships
   python -m {name}.main --ckpt DIR_OR_HUB_ID --prompt "Hello"
   python -m {name}.main --ckpt DIR_OR_HUB_ID --chat --system "Answer in verse."
-  python -m {name}.main --ckpt DIR_OR_HUB_ID --prompts questions.txt --slots 8 --json > answers.jsonl
+  python -m {name}.main --ckpt DIR_OR_HUB_ID --prompts questions.txt --json > answers.jsonl
   python -m {name}.main --ckpt DIR_OR_HUB_ID --quant int8 --kv-quant int8 --mesh expert=4,tensor=2
 """
 
@@ -117,7 +117,7 @@ def parse_mesh(text: str) -> dict[str, int]:
             or name in axes
         ):
             raise ValueError(
-                f"--mesh {text!r}: expected data=N,expert=N,tensor=N, each at most once, at {part!r}"
+                f"--mesh {text!r}: expected data=N,expert=N,tensor=N, each at most once"
             )
         axes[name] = int(size)
     return axes
@@ -155,20 +155,19 @@ def default_mesh(axes: dict[str, int], config: Any) -> Any:
     return make_mesh(tensor=min(len(devices), config.num_attention_heads), devices=devices)
 
 
-class Loaded(NamedTuple):
-    """A checkpoint, ready: its tokenizer is None for a lone config."""
+class Source(NamedTuple):
+    """A checkpoint whose small files are read and whose weights are not."""
 
     model: ModuleType
     config: Any
     mesh: Any
-    weights: Any
     dtype: Any
+    directory: Path | None  # None: --random runs a shape alone, without a tokenizer
     tokenizer: Any
-    seconds: float
 
 
-def read_source(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Path | None]:
-    """The parsed config.json and the checkpoint's directory (None when --random runs a shape alone)."""
+def read_shape(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Path | None]:
+    """The parsed config.json and the directory it lies in, or None for a shape alone."""
     from common.checkpoint import locate, read_config
 
     if args.ckpt is None:
@@ -179,50 +178,59 @@ def read_source(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Pa
         if args.ckpt in shapes:
             return shapes[args.ckpt], None
         if Path(args.ckpt).is_file():
-            return json.loads(Path(args.ckpt).read_text()), None
+            return json.loads(Path(args.ckpt).read_text(encoding="utf-8")), None
     directory = locate(args.ckpt, args.revision)
     return read_config(directory), directory
 
 
-def load(name: str, args: argparse.Namespace, axes: dict[str, int]) -> Loaded:
-    """Everything that a run needs before its prompts; ValueError or OSError for a user's mistake."""
-    began = time.perf_counter()
+def open_source(name: str, args: argparse.Namespace, axes: dict[str, int]) -> Source:
+    """Reads config and tokenizer; ValueError or OSError for a user's mistake."""
+    import jax.numpy as jnp
+
+    from common.sharding import model_shards
+    from common.tokenizer import load_tokenizer
+
     model = importlib.import_module(f"{name}.model")
-    hf, directory = read_source(name, args)
+    hf, directory = read_shape(name, args)
     try:
         config = model.config_from_hf(hf)
     except KeyError as missing:
         raise ValueError(f"config.json has no {missing}: is this a {name} checkpoint?") from None
-    import jax.numpy as jnp
+    stored = str(hf.get("torch_dtype") or hf.get("dtype") or "bfloat16")
+    dtype = jnp.dtype(args.dtype or ("float32" if stored == "float32" else "bfloat16"))
+    mesh = default_mesh(axes, config)
+    model.weight_shapes(
+        config, model_shards(mesh)
+    )  # refuses a mesh that the model cannot be split over
+    tokenizer = None if directory is None else load_tokenizer(directory)
+    return Source(model, config, mesh, dtype, directory, tokenizer)
+
+
+def load(source: Source, args: argparse.Namespace) -> tuple[Any, float]:
+    """The weights on the mesh, and the seconds that took."""
+    import jax
 
     from common.checkpoint import load_weights, progress_bar, random_weights
     from common.sharding import model_shards
-    from common.tokenizer import load_tokenizer
 
-    stored = str(hf.get("torch_dtype") or hf.get("dtype") or "bfloat16")
-    dtype = jnp.dtype(args.dtype or ("float32" if stored == "float32" else "bfloat16"))
-    tokenizer = None if directory is None else load_tokenizer(directory)
-    mesh = default_mesh(axes, config)
-    shards = model_shards(mesh)
+    began, model, config, mesh = time.perf_counter(), source.model, source.config, source.mesh
+    shards, quantize = model_shards(mesh), args.quant == "int8"
     padded, specs = model.weight_shapes(config, shards), model.weight_specs(config)
-    quantize = args.quant == "int8"
-    if args.random:
-        weights = random_weights(padded, specs, mesh, dtype, seed=args.seed, quantize=quantize)
+    if args.random or source.directory is None:
+        weights = random_weights(padded, specs, mesh, source.dtype, args.seed, quantize=quantize)
     else:
-        table, shapes = model.checkpoint_table(config, shards), model.weight_shapes(config)
-        progress = progress_bar(sys.stderr)
         weights = load_weights(
-            directory,
-            table,
-            shapes,
+            source.directory,
+            model.checkpoint_table(config, shards),
+            model.weight_shapes(config),
             padded,
             specs,
             mesh,
-            dtype,
+            source.dtype,
             quantize=quantize,
-            progress=progress,
+            progress=progress_bar(sys.stderr),
         )
-    return Loaded(model, config, mesh, weights, dtype, tokenizer, time.perf_counter() - began)
+    return jax.block_until_ready(weights), time.perf_counter() - began
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -243,13 +251,13 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def encode_prompt(loaded: Loaded, args: argparse.Namespace, text: str) -> list[int]:
+def encode_prompt(source: Source, args: argparse.Namespace, text: str) -> list[int]:
     """Token ids of one prompt, through the chat template where the checkpoint has one."""
     from common.tokenizer import encode, encode_chat
 
-    tok = loaded.tokenizer
+    tok = source.tokenizer
     if tok is None:  # random weights of a lone config: any ids will do
-        return [byte % loaded.config.vocab_size for byte in text.encode()]
+        return [byte % source.config.vocab_size for byte in text.encode()]
     if args.raw or tok.chat_template is None:
         if args.system:
             raise ValueError(
@@ -258,9 +266,9 @@ def encode_prompt(loaded: Loaded, args: argparse.Namespace, text: str) -> list[i
         ids = encode(tok, text)
     else:
         ids = encode_chat(tok, messages(args, [("user", text)]))
-    if max(ids, default=0) >= loaded.config.vocab_size:
+    if max(ids, default=0) >= source.config.vocab_size:
         raise ValueError(
-            f"the tokenizer made id {max(ids)}, but the model has {loaded.config.vocab_size}"
+            f"the tokenizer made id {max(ids)}, but the model has {source.config.vocab_size}"
         )
     return ids
 
@@ -271,7 +279,8 @@ def messages(args: argparse.Namespace, turns: Sequence[tuple[str, str]]) -> list
 
 
 def capacity_for(config: Any, need: int, max_len: int | None) -> int:
-    """Cache positions a slot: --max-len, or the power of two that `need` fits in; never beyond the model's context."""
+    """Cache positions a slot: --max-len, or the power of two that `need` fits in; never beyond the
+    model's context."""
     limit = config.max_position_embeddings
     if max_len is not None and not 1 <= max_len <= limit:
         raise ValueError(
@@ -280,25 +289,24 @@ def capacity_for(config: Any, need: int, max_len: int | None) -> int:
     return max_len or min(limit, max(512, 1 << (need - 1).bit_length()))
 
 
-def make_engine(loaded: Loaded, args: argparse.Namespace, need: int, prompts: int) -> Any:
+def make_engine(source: Source, args: argparse.Namespace, need: int, prompts: int) -> Any:
+    """The engine's shapes, with no weights yet."""
     import jax.numpy as jnp
 
     from common.serve import Engine
     from common.sharding import DATA, round_up
 
-    rows = loaded.mesh.shape[DATA]
-    slots = args.slots or round_up(min(prompts, 8), rows)
-    if slots < 1:
-        raise ValueError(f"--slots must be at least 1, got {slots}")
+    rows = source.mesh.shape[DATA]
+    slots = round_up(min(prompts, 8), rows) if args.slots is None else args.slots
+    if slots < 1 or slots % rows:
+        raise ValueError(f"--slots {slots} cannot be split evenly over data={rows}")
     if args.kv_quant:
-        cache_dtype = jnp.int8
-    else:  # XLA's CPU compiler rewrites a whole bfloat16 cache at every update; float32 is updated in place
-        on_cpu = loaded.mesh.devices.flat[0].platform == "cpu"
-        cache_dtype = jnp.float32 if on_cpu else loaded.dtype
-    capacity = capacity_for(loaded.config, need, args.max_len)
-    return Engine(
-        loaded.model, loaded.config, loaded.mesh, loaded.weights, slots, capacity, cache_dtype
-    )
+        cache_dtype = jnp.dtype("int8")
+    else:  # XLA's CPU compiler rewrites all of a bfloat16 cache at every update of it
+        on_cpu = source.mesh.devices.flat[0].platform == "cpu"
+        cache_dtype = jnp.dtype("float32") if on_cpu else source.dtype
+    capacity = capacity_for(source.config, need, args.max_len)
+    return Engine(source.model, source.config, source.mesh, None, slots, capacity, cache_dtype)
 
 
 def make_request(args: argparse.Namespace, ids: Sequence[int], index: int) -> Any:
@@ -352,94 +360,116 @@ def interruptible() -> Iterator[list[bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def run_prompts(loaded: Loaded, args: argparse.Namespace, write: Any) -> tuple[Any, Any, bool]:
-    """Answers all prompts, in their order on stdout: (engine, session, interrupted)."""
-    from common.serve import check_request, serve, start_session
-    from common.tokenizer import stream_start
+class Job(NamedTuple):
+    """Prompts that were read and found servable."""
+
+    texts: list[str]
+    requests: list[Any]
+    engine: Any
+
+
+def plan_prompts(source: Source, args: argparse.Namespace) -> Job:
+    """Reads, encodes and checks all prompts before any weight is loaded."""
+    from common.serve import check_request
 
     texts = read_prompts(args)
-    ids = [encode_prompt(loaded, args, text) for text in texts]
+    ids = [encode_prompt(source, args, text) for text in texts]
     requests = [make_request(args, x, i) for i, x in enumerate(ids)]
-    engine = make_engine(loaded, args, max(map(len, ids)) + args.max_new_tokens, len(texts))
+    engine = make_engine(source, args, max(map(len, ids)) + args.max_new_tokens, len(texts))
     for i, request in enumerate(requests):
         check_request(request, engine.capacity, f"prompt {i + 1}")
-    tok, stop_ids = loaded.tokenizer, loaded.tokenizer.stop_ids if loaded.tokenizer else frozenset()
+    return Job(texts, requests, engine)
+
+
+def plan_chat(source: Source, args: argparse.Namespace) -> Job:
+    """Checks what a conversation needs; its prompts come later."""
+    from common.serve import check_request
+
+    if source.tokenizer is None or source.tokenizer.chat_template is None:
+        raise ValueError("--chat needs a checkpoint with a chat template, and this one has none")
+    rows = source.mesh.shape["data"]
+    engine = make_engine(source, args, min(source.config.max_position_embeddings, 4096), rows)
+    check_request(make_request(args, [0], 0), engine.capacity)
+    return Job([], [], engine)
+
+
+def record(job: Job, i: int, reply: Reply) -> str:
+    """One line of JSON about prompt i."""
+    fields = {
+        "index": i,
+        "prompt": job.texts[i],
+        "text": "".join(reply.text),
+        "prompt_tokens": len(job.requests[i].prompt),
+        "tokens": reply.tokens,
+        "finish_reason": reply.finish or "interrupted",
+        "seconds": round(reply.seconds, 4),
+    }
+    return json.dumps(fields, ensure_ascii=False) + "\n"
+
+
+def run_prompts(
+    source: Source, args: argparse.Namespace, job: Job, session: Any, write: Any
+) -> bool:
+    """Answers all prompts, in their order on stdout; True if interrupted."""
+    from common.serve import serve
+    from common.tokenizer import stream_start
+
+    tok, requests = source.tokenizer, job.requests
+    stop_ids = tok.stop_ids if tok else frozenset()
     raw = tok is not None and (args.raw or tok.chat_template is None)
-    replies = [
-        Reply([], [], stream_start(tok, x if raw else ()) if tok else None, None, 0.0) for x in ids
-    ]
-    session, began, shown = start_session(engine), time.perf_counter(), 0
-
-    def record(i: int, reply: Reply) -> str:
-        fields = {
-            "index": i,
-            "prompt": texts[i],
-            "text": "".join(reply.text),
-            "prompt_tokens": len(ids[i]),
-            "tokens": reply.tokens,
-            "finish_reason": reply.finish or "interrupted",
-            "seconds": round(reply.seconds, 4),
-        }
-        return json.dumps(fields, ensure_ascii=False) + "\n"
-
+    context = [request.prompt if raw else () for request in requests]
+    replies = [Reply([], [], stream_start(tok, c) if tok else None, None, 0.0) for c in context]
+    shown, began = 0, time.perf_counter()
     with (
         interruptible() as pressed,
-        contextlib.closing(serve(engine, requests, stop_ids, session)) as events,
+        contextlib.closing(serve(job.engine, requests, stop_ids, session)) as events,
     ):
         for event in events:
-            i = event.request
-            replies[i], text = extend(tok, replies[i], event, time.perf_counter() - began, stop_ids)
+            i, seconds = event.request, time.perf_counter() - began
+            replies[i], text = extend(tok, replies[i], event, seconds, stop_ids)
             if i == shown and not args.json:
                 write(text)
-            while (
-                shown < len(replies) and replies[shown].finish
-            ):  # the next in order may be done, or have begun
-                write(record(shown, replies[shown]) if args.json else "\n")
+            while shown < len(replies) and replies[shown].finish:
+                write(record(job, shown, replies[shown]) if args.json else "\n")
                 shown += 1
                 if shown < len(replies) and not args.json:
-                    write("".join(replies[shown].text))
+                    write("".join(replies[shown].text))  # what the next in order has so far
             if pressed:
                 break
-    for i in range(shown, len(replies)):
+    for i in range(shown, len(replies)):  # interrupted
         if args.json:
-            write(record(i, replies[i]))
-        elif replies[i].text:
+            write(record(job, i, replies[i]))
+        elif replies[i].tokens:
             write(("" if i == shown else "".join(replies[i].text)) + "\n")
-    return engine, session, bool(pressed)
+    return bool(pressed)
 
 
-def run_chat(loaded: Loaded, args: argparse.Namespace, write: Any) -> tuple[Any, Any, bool]:
-    """A conversation on one slot; every turn reads only what the cache does not hold yet."""
-    from common.serve import serve, start_session
+def run_chat(source: Source, args: argparse.Namespace, job: Job, session: Any, write: Any) -> bool:
+    """A conversation on one slot; every turn reads only what the cache does not hold yet. False."""
+    from common.serve import serve
     from common.tokenizer import encode_chat, stream_start
 
-    tok = loaded.tokenizer
-    if tok is None or tok.chat_template is None:
-        raise ValueError("--chat needs a checkpoint with a chat template, and this one has none")
-    need = min(loaded.config.max_position_embeddings, 4096)
-    engine = make_engine(loaded, args, need, loaded.mesh.shape["data"])
-    session, turns = start_session(engine), []
+    tok, turns = source.tokenizer, list[tuple[str, str]]()
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("> ")
             sys.stderr.flush()
         line = sys.stdin.readline()
         if not line:
-            return engine, session, False
+            return False
         if not line.strip():
             continue
         turns.append(("user", line.strip()))
         ids = encode_chat(tok, messages(args, turns))
-        if len(ids) > engine.capacity:
-            raise ValueError(
-                f"the conversation has {len(ids)} tokens, more than the cache's {engine.capacity} (--max-len)"
-            )
+        if len(ids) > job.engine.capacity:
+            have = f"the conversation has {len(ids)} tokens"
+            raise ValueError(f"{have}, more than the cache's {job.engine.capacity} (see --max-len)")
         reply = Reply([], [], stream_start(tok), None, 0.0)
         request = make_request(args, ids, len(turns) // 2)
         with (
             interruptible() as pressed,
             contextlib.closing(
-                serve(engine, [request], tok.stop_ids, session, reuse_multiple=1)
+                serve(job.engine, [request], tok.stop_ids, session, reuse_multiple=1)
             ) as events,
         ):
             for event in events:
@@ -451,39 +481,38 @@ def run_chat(loaded: Loaded, args: argparse.Namespace, write: Any) -> tuple[Any,
         turns.append(("assistant", "".join(reply.text)))
 
 
-def summary(loaded: Loaded, engine: Any, session: Any) -> str:
+def summary(source: Source, engine: Any, session: Any, load_s: float) -> str:
     """One line: seconds, rates, and the fraction of the bandwidth floor that decoding reached."""
     from common.bandwidth import parallel_readers, read_bandwidth, step_bytes
 
     s = session.stats
-    parts = [
-        f"load {loaded.seconds:.1f} s",
-        f"compile {s.compile_s:.1f} s",
-        f"first token {s.first_token_s:.2f} s",
-    ]
+    parts = [f"load {load_s:.1f} s", f"compile {s.compile_s:.1f} s"]
+    parts.append(f"first token {s.first_token_s:.2f} s")
     if s.prefill_s:
         parts.append(f"prefill {s.prefill_tokens} tokens at {s.prefill_tokens / s.prefill_s:.0f}/s")
     if s.cached_tokens:
         parts.append(f"{s.cached_tokens} prompt tokens already cached")
     if s.decode_tokens and s.decode_s:
         parts.append(f"decode {s.decode_tokens} tokens at {s.decode_tokens / s.decode_s:.1f}/s")
-        bandwidth = read_bandwidth() * parallel_readers(loaded.mesh)
-        floor = step_bytes(loaded.weights, session.state.cache, filled=0.0) / bandwidth
+        bandwidth = read_bandwidth() * parallel_readers(source.mesh)
+        read = step_bytes(engine.weights, session.state.cache, s.filled / max(s.decode_steps, 1))
+        reached = read * s.decode_steps / s.decode_s
         parts.append(
-            f"{100 * floor * s.decode_steps / s.decode_s:.0f}% of the {bandwidth / 1e9:.0f} GB/s read floor"
+            f"{100 * reached / bandwidth:.0f}% of the {bandwidth / 1e9:.0f} GB/s read floor"
         )
     return "; ".join(parts)
 
 
 def main(name: str, argv: Sequence[str] | None = None) -> None:
-    """Runs the command line of the model in package `name`; exits with 2 on a user's mistake, 130 on Ctrl-C."""
+    """Runs the command line of the model in package `name`; exits with 2 on a user's mistake, 130
+    on Ctrl-C."""
     args = parser(name).parse_args(argv)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         axes = parse_mesh(args.mesh)
         if args.chat and (args.json or args.raw or args.prompt or args.prompts):
             raise ValueError(
-                "--chat reads its turns from standard input: not with --json, --raw, --prompt or --prompts"
+                "--chat reads standard input: not with --json, --raw, --prompt or --prompts"
             )
         if args.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
@@ -506,19 +535,26 @@ def _fail(message: str) -> int:
 
 
 def run(name: str, args: argparse.Namespace, axes: dict[str, int]) -> None:
+    """Checks everything, then loads, then generates."""
     import jax
 
-    loaded = load(name, args, axes)
+    from common.serve import start_session
+
+    source = open_source(name, args, axes)
+    job = (plan_chat if args.chat else plan_prompts)(source, args)
+    weights, load_s = load(source, args)
+    job = job._replace(engine=job.engine._replace(weights=weights))
 
     def write(text: str) -> None:
         if jax.process_index() == 0:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    trace = jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext()
-    with trace:
-        engine, session, interrupted = (run_chat if args.chat else run_prompts)(loaded, args, write)
+    session = start_session(job.engine)
+    answer = run_chat if args.chat else run_prompts
+    with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
+        interrupted = answer(source, args, job, session, write)
     if jax.process_index() == 0:
-        sys.stderr.write(f"[{summary(loaded, engine, session)}]\n")
+        sys.stderr.write(f"[{summary(source, job.engine, session, load_s)}]\n")
     if interrupted:
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""Quantised arrays: a NamedTuple of small integers and their scales, and the one product that understands it.
+"""Quantised arrays, a NamedTuple of small integers and scales, and the one product that takes them.
 
 `linear` is the only place that asks whether a weight is quantised; models call it and never branch.
 """
@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 class Int8(NamedTuple):
     """values * scale, with the scale broadcast.
 
-    A weight matrix [out, in] has one scale per output channel and per shard of `in`: scale [shards of in, out], so that
-    a device quantises its own part alone and sees scale [1, out]. A cache [B, K, S, H] has one scale per token and head:
-    scale [B, K, S].
+    A weight matrix [out, in] has one scale per output channel and per shard of `in`: scale [shards
+    of in, out], so that a device quantises its own part alone and sees scale [1, out]. A cache [B,
+    K, S, H] has one scale per token and head: scale [B, K, S].
     """
 
     values: jax.Array  # int8
@@ -24,7 +24,7 @@ class Int8(NamedTuple):
 
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Symmetric int8 along the last axis: values of x's shape and float32 scales without that axis."""
+    """Symmetric int8 along the last axis: values of x's shape, float32 scales without that axis."""
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1) / 127.0
     inverse = jnp.where(
@@ -40,7 +40,7 @@ def quantize_weight(w: jax.Array) -> Int8:
 
 
 def int8_spec(spec: P) -> Int8:
-    """The specs of a quantised matrix whose dense form has `spec`: the scale is laid out the other way round."""
+    """The specs of a quantised matrix [out, in]; its scale [in shards, out] is the other way round."""
     out_axis, in_axis = (*spec, None, None)[:2]
     return Int8(P(out_axis, in_axis), P(in_axis, out_axis))
 
@@ -57,17 +57,19 @@ def specs_like(tree: Any, specs: Any) -> Any:
 
 
 def linear(x: jax.Array, w: jax.Array | Int8, out_dtype: Any = None) -> jax.Array:
-    """x [..., in] times w [out, in] transposed: [..., out] in `out_dtype` (x's unless given), summed in float32.
+    """x [..., in] times the transpose of w [out, in]: [..., out] in `out_dtype`, or else in x's.
 
-    On CPU an int8 weight meets an activation that is itself rounded to int8, row by row, because that is the product the
-    CPU has an instruction for: anything else first writes the weight out in a wider type.
+    On CPU an int8 weight meets an activation that is itself rounded to int8, row by row, because
+    that is the product the CPU has an instruction for: anything else first writes the weight out in
+    a wider type.
     """
     out_dtype = out_dtype or x.dtype
     *lead, width = x.shape
     rows = x.reshape(-1, width)
     n = rows.shape[0]
     if n == 1 and (isinstance(w, Int8) or w.dtype != jnp.float32):
-        # XLA's CPU compiler upcasts the whole weight for a one-row product; two rows read it as it is.
+        # XLA's CPU compiler upcasts the whole weight for a one-row product; two rows read it as it
+        # is.
         rows = jnp.pad(rows, ((0, 1), (0, 0)))
     if isinstance(w, Int8):
         y = lax.platform_dependent(rows, w.values, cpu=_int8_int8, default=_upcast_int8) * w.scale

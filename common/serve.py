@@ -1,14 +1,15 @@
 """The serving loop: prompts in, tokens out, more prompts than slots queue.
 
-Works with any module that has the names of a model file (`prefill`, `insert`, `generate`, `init_state`, ...). One prompt
-per `data` shard is read at a time, in chunks whose lengths come from a short list of buckets; then its cache is inserted
-into a free slot, and all filled slots decode together. The step after the one whose tokens are being looked at is already
-under way, so the host costs no time.
+Works with any module that has the names of a model file (`prefill`, `insert`, `generate`,
+`init_state`, ...). One prompt per `data` shard is read at a time, in chunks whose lengths come from
+a short list of buckets; then its cache is inserted into a free slot, and all filled slots decode
+together. The step after the one whose tokens are being looked at is already under way, so the host
+costs no time.
 """
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -23,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from common.sampling import sampling_params
 from common.sharding import DATA, model_shards
 
-CHUNK = 512  # prompt tokens read at once: enough to be bound by arithmetic, few enough to bound the memory
+CHUNK = 512  # prompt tokens read at once: bound by arithmetic, and in need of little memory
 SMALLEST_BUCKET = 32
 
 
@@ -71,16 +72,18 @@ class Stats:
     cached_tokens: int = 0  # prompt tokens that an earlier prompt's cache already held
     decode_s: float = 0.0
     decode_steps: int = 0
+    filled: float = 0.0  # share of the cache that was filled, summed over decode steps
     decode_tokens: int = 0
 
 
 @dataclass
 class Session:
-    """What outlives one `serve` call: the slots, the prompts' cache, the tokens it holds, the compiled programs."""
+    """What outlives one `serve` call: the slots, the prompts' cache, the tokens it holds, the
+    compiled programs."""
 
     state: Any  # the model's DecodeState
     prompts: Any  # a DecodeState of one row per data shard, in which prompts are read
-    held: list[Sequence[int]]  # by row of `prompts`
+    held: list[list[int]]  # by row of `prompts`
     programs: dict[Any, Any]
     stats: Stats
 
@@ -100,7 +103,8 @@ def start_session(engine: Engine) -> Session:
 
 
 def buckets(count: int) -> list[int]:
-    """The lengths in which `count` prompt tokens are read: whole chunks, then the smallest power of two that fits."""
+    """The lengths in which `count` prompt tokens are read: whole chunks, then the smallest power of
+    two that fits."""
     whole, rest = divmod(count, CHUNK)
     last = max(SMALLEST_BUCKET, 1 << (rest - 1).bit_length()) if rest else 0
     return [CHUNK] * whole + [last] * (rest > 0)
@@ -114,7 +118,7 @@ def check_request(request: Request, capacity: int, name: str = "the prompt") -> 
         raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
     if len(request.prompt) > capacity:
         raise ValueError(
-            f"{name} has {len(request.prompt)} tokens, but the cache holds {capacity} (see --max-len)"
+            f"{name} has {len(request.prompt)} tokens, more than the cache's {capacity} (see --max-len)"
         )
     sampling_params(1, *request[2:])
 
@@ -126,7 +130,8 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _call(session: Session, key: Any, function: Any, *args: Any, **static: Any) -> Any:
-    """Calls a jitted function through a program compiled once per `key`, and counts the seconds that took."""
+    """Calls a jitted function through a program compiled once per `key`, and counts the seconds
+    that took."""
     if key not in session.programs:
         began = time.perf_counter()
         session.programs[key] = function.lower(*args, **static).compile()
@@ -137,7 +142,8 @@ def _call(session: Session, key: Any, function: Any, *args: Any, **static: Any) 
 def _read_prompts(
     engine: Engine, session: Session, requests: Sequence[Request | None], reuse_multiple: int
 ) -> Any:
-    """Prefills one prompt per data shard (None: that shard has none): the prompts as a DecodeState of their rows."""
+    """Prefills one prompt per data shard (None: that shard has none): the prompts as a DecodeState
+    of their rows."""
     prompts = [list(r.prompt) if r else [] for r in requests]
     same = [common_prefix(p[:-1], held) for p, held in zip(prompts, session.held, strict=True) if p]
     start = min(same) // reuse_multiple * reuse_multiple
@@ -176,6 +182,7 @@ def fetch(array: jax.Array) -> np.ndarray:
 class _Running(NamedTuple):
     request: int
     left: int  # tokens that it may still produce
+    length: int  # tokens of prompt and text so far
 
 
 def _admit(
@@ -185,9 +192,11 @@ def _admit(
     rows: int,
     per_row: int,
 ) -> dict[int, tuple[int, int]]:
-    """Takes waiting requests in order, one per data shard with a free slot: {shard: (request, slot)}.
+    """Takes waiting requests in order, one per data shard with a free slot: {shard: (request,
+    slot)}.
 
-    Only prompts that are read in the same buckets go together, so that none is read differently for its company.
+    Only prompts that are read in the same buckets go together, so that none is read differently for
+    its company.
     """
     entering: dict[int, tuple[int, int]] = {}
     for row in range(rows):
@@ -205,7 +214,8 @@ def _admit(
 def _enter(
     engine: Engine, session: Session, requests: Sequence[Request], entering: Any, reuse: int
 ) -> np.ndarray:
-    """Reads the prompts in `entering` and inserts them into their slots: the first token of each row."""
+    """Reads the prompts in `entering` and inserts them into their slots: the first token of each
+    row."""
     began, compiled, stats = time.perf_counter(), session.stats.compile_s, session.stats
     rows = range(len(session.held))
     batch = [requests[entering[r][0]] if r in entering else None for r in rows]
@@ -249,12 +259,13 @@ def serve(
     stop_ids: Collection[int],
     session: Session,
     reuse_multiple: int = CHUNK,
-) -> Iterator[Event]:
-    """Yields the tokens of all requests as they are made; raises ValueError first if one cannot be served.
+) -> Generator[Event, None, None]:
+    """Yields the tokens of all requests as they are made; ValueError if one cannot be served.
 
-    A prompt that begins as the one before it on its data shard did keeps that part of the cache, in multiples of
-    `reuse_multiple` tokens. At the default every prompt is read in the same chunks whatever came before, so its text
-    cannot depend on that even by a rounding error; a conversation passes 1.
+    A prompt that begins as the one before it on its data shard did keeps that part of the cache,
+    in multiples of `reuse_multiple` tokens. At the default every prompt is read in the same chunks
+    whatever came before, so its text cannot depend on that even by a rounding error; a conversation
+    passes 1.
     """
     for i, request in enumerate(requests):
         check_request(request, engine.capacity, f"prompt {i + 1}")
@@ -263,10 +274,10 @@ def serve(
     ahead: tuple[jax.Array, dict[int, int]] | None = None  # tokens under way, and whose they are
 
     def book(slot: int, token: int) -> Event:
-        request, left = running.pop(slot)
+        request, left, length = running.pop(slot)
         finish = "stop" if token in stop_ids else "length" if left == 1 else None
         if finish is None:
-            running[slot] = _Running(request, left - 1)
+            running[slot] = _Running(request, left - 1, length + 1)
         return Event(request, token, finish)
 
     try:
@@ -277,16 +288,20 @@ def serve(
                 tokens = _enter(engine, session, requests, entering, reuse_multiple)
                 stats.first_token_s = stats.first_token_s or time.perf_counter() - began
                 for row, (i, slot) in entering.items():
+                    length = len(requests[i].prompt)
                     room = (
-                        engine.capacity - len(requests[i].prompt) + 1
+                        engine.capacity - length + 1
                     )  # the last token needs no place in the cache
-                    running[slot] = _Running(i, min(requests[i].max_new_tokens, room))
+                    left = min(requests[i].max_new_tokens, room)
+                    running[slot] = _Running(i, left, length)
                     yield book(slot, int(tokens[row]))
                 _empty_others(session, running)
             start, compiled, produced = time.perf_counter(), stats.compile_s, []
             behind, ahead = ahead, None
             if running:
                 ahead = (_step(engine, session), {slot: r.request for slot, r in running.items()})
+                filled = sum(r.length + 1 for r in running.values())
+                stats.filled += filled / (engine.slots * engine.capacity)
             if behind:
                 tokens = fetch(behind[0])
                 produced = [

@@ -1,8 +1,8 @@
 """The mesh and how dimensions that do not divide are laid out on it.
 
-Every model uses one mesh with three axes. `data` splits the slots. Dense layers, heads and the vocabulary are split over
-`MODEL = ("expert", "tensor")` together; mixture-of-experts layers split their experts over `expert` and each expert's
-inner width over `tensor`.
+Every model uses one mesh with three axes. `data` splits the slots. Dense layers, heads and the
+vocabulary are split over `MODEL = ("expert", "tensor")` together; mixture-of-experts layers split
+their experts over `expert` and each expert's inner width over `tensor`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ MODEL = ("expert", "tensor")
 def make_mesh(
     data: int = 1, expert: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """A mesh over the first data * expert * tensor devices; raises ValueError when there are fewer."""
+    """A mesh over the first data * expert * tensor devices; raises ValueError when there are
+    fewer."""
     devices = jax.devices() if devices is None else devices
     need = data * expert * tensor
     if min(data, expert, tensor) < 1:
@@ -45,7 +46,8 @@ def round_up(n: int, multiple: int) -> int:
 
 
 class Heads(NamedTuple):
-    """The heads in the order the devices hold them: published head numbers, -1 for a head of zeros."""
+    """The heads in the order the devices hold them: published head numbers, -1 for a head of
+    zeros."""
 
     query: tuple[int, ...]
     kv: tuple[int, ...]
@@ -54,8 +56,9 @@ class Heads(NamedTuple):
 def split_heads(num_heads: int, num_kv_heads: int, shards: int) -> Heads:
     """Lays grouped-query heads out so that every shard holds whole groups, all of one size.
 
-    With fewer key/value heads than shards each is repeated on several of them, and its query heads are shared out. What
-    still does not divide is filled with heads of zeros, whose output the (zero) columns of the output projection drop.
+    With fewer key/value heads than shards each is repeated on several of them, and its query heads
+    are shared out. What still does not divide is filled with heads of zeros, whose output the
+    (zero) columns of the output projection drop.
     """
     if num_heads % num_kv_heads:
         raise ValueError(

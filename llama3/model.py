@@ -1,16 +1,18 @@
 """Llama 3 in one file: a decoder-only transformer with grouped-query attention and a gated MLP.
 
-The Llama 3 Herd of Models, arXiv 2407.21783. Every layer is two residual steps, each behind an RMS norm:
+The Llama 3 Herd of Models, arXiv 2407.21783. A layer is two residual steps, each behind an RMS
+norm:
 
-    x += attention(norm(x))      rotary positions, N query heads sharing K key/value heads
+    x += attention(norm(x))                        N query heads share K rotated key/value heads
     x += down(silu(gate(norm(x))) * up(norm(x)))
 
-Everything is a NamedTuple and a function of it. Weights and caches are one array per layer in a tuple, and the layers are
-a Python loop: stacked arrays under `lax.scan` are copied slice by slice on CPU, and before every kernel on TPU. The block
-is a jitted function, traced once and called L times, which keeps compilation in check.
+Weights and caches are one array per layer in a tuple, and the layers are a Python loop: stacked
+arrays under `lax.scan` are copied slice by slice on CPU, and before every kernel on TPU. `block` is
+a jitted function, so that it is traced once and compilation stays in check.
 
-Dimensions: B batch or slots, T query tokens, S cache positions, D model, N query heads, K key/value heads, H head
-dimension, F MLP width, V vocabulary. Inside `shard_map`, N, K, F and V are what one device holds, and B its slots.
+Dimensions: B batch or slots, T query tokens, S cache positions, D model, N query heads, K key/value
+heads, H head dimension, F MLP width, V vocabulary. Inside `shard_map`, N, K, F and V are what one
+device holds and B is its slots.
 """
 
 import math
@@ -24,16 +26,20 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from common import cache as kv
+from common.cache import append, empty, parts
 from common.checkpoint import Order
 from common.kernels.decode_attention import ragged_decode_attention
 from common.kernels.prefill_attention import prefill_attention
 from common.quant import Int8, embed_rows, linear, specs_like
 from common.sampling import Sampling, sample, sampling_params
-from common.sharding import DATA, MODEL, model_shards, round_up, split_heads
+from common.sharding import DATA, MODEL, round_up, split_heads
 
 Array = jax.Array
 
+KERNEL_FREE = (
+    "reference",
+    "blocked",
+)  # shard_map's check covers these; a Pallas call cannot pass it
 DECODE_TOKENS = 8  # up to so many query tokens a slot, attention is bound by reading the cache
 
 
@@ -64,7 +70,8 @@ class Config(NamedTuple):
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config from a parsed config.json; ValueError names a setting that this file does not implement."""
+    """Config from a parsed config.json; ValueError names a setting that this file does not
+    implement."""
     for name, expected in dict(hidden_act="silu", attention_bias=False, mlp_bias=False).items():
         if hf.get(name, expected) != expected:
             raise ValueError(
@@ -119,37 +126,28 @@ class Weights(NamedTuple):
 
 
 def weight_shapes(config: Config, shards: int = 1) -> Weights:
-    """Shapes of the weights, padded so that every split dimension divides by `shards`; published shapes for 1."""
+    """Shapes as published; for `shards` > 1, padded so that every split dimension divides."""
     c = config
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, shards)
-    D, H, F, V = (
-        c.hidden_size,
-        c.head_dim,
-        round_up(c.intermediate_size, shards),
-        round_up(c.vocab_size, shards),
-    )
-    N, K = len(heads.query), len(heads.kv)
-    layer = Layer(
-        (D,), (N * H, D), (K * H, D), (K * H, D), (D, N * H), (D,), (F, D), (F, D), (D, F)
-    )
-    return Weights(
-        (V, D), (layer,) * c.num_hidden_layers, (D,), None if c.tie_word_embeddings else (V, D)
-    )
+    q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
+    D, F, V = c.hidden_size, round_up(c.intermediate_size, shards), round_up(c.vocab_size, shards)
+    layer = Layer((D,), (q, D), (kv, D), (kv, D), (D, q), (D,), (F, D), (F, D), (D, F))
+    head = None if c.tie_word_embeddings else (V, D)
+    return Weights((V, D), (layer,) * c.num_hidden_layers, (D,), head)
 
 
 def weight_specs(config: Config) -> Weights:
     """Matrices that read the residual stream are split by output, those that write it by input."""
     out, into = P(MODEL, None), P(None, MODEL)
     layer = Layer(P(), out, out, out, into, P(), out, out, into)
-    return Weights(
-        out, (layer,) * config.num_hidden_layers, P(), None if config.tie_word_embeddings else out
-    )
+    head = None if config.tie_word_embeddings else out
+    return Weights(out, (layer,) * config.num_hidden_layers, P(), head)
 
 
 class KVCache(NamedTuple):
-    """Keys (rotated) and values by layer, [B, K, S, H] each. Position s of a slot is valid below the slot's length."""
+    """Keys (rotated) and values by layer; what lies at or past a slot's length is stale."""
 
-    k: tuple[Array | Int8, ...]
+    k: tuple[Array | Int8, ...]  # [B, K, S, H] each
     v: tuple[Array | Int8, ...]
 
 
@@ -162,26 +160,23 @@ class DecodeState(NamedTuple):
     sampling: Sampling  # [B] each
 
 
+CACHE_SPEC: Any = P(DATA, MODEL)  # slots over data, heads over the model axes; int8 scales likewise
+STATE_SPEC = DecodeState(CACHE_SPEC, *[P(DATA)] * 3)
+
+
 def init_cache(config: Config, batch: int, capacity: int, dtype: Any, shards: int = 1) -> KVCache:
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards)
     shape = (batch, len(heads.kv), capacity, config.head_dim)
-    k, v = (tuple(kv.empty(shape, dtype) for _ in range(config.num_hidden_layers)) for _ in "kv")
+    k, v = (tuple(empty(shape, dtype) for _ in range(config.num_hidden_layers)) for _ in "kv")
     return KVCache(k, v)
 
 
 def init_state(
     config: Config, slots: int, capacity: int, dtype: Any, shards: int = 1
 ) -> DecodeState:
-    zeros = jnp.zeros(slots, jnp.int32)
-    return DecodeState(
-        init_cache(config, slots, capacity, dtype, shards), zeros, zeros, sampling_params(slots)
-    )
-
-
-CACHE_SPEC = P(
-    DATA, MODEL
-)  # slots over data, heads over the model axes; an int8 cache's scales likewise
-STATE_SPEC = DecodeState(CACHE_SPEC, P(DATA), P(DATA), P(DATA))
+    length_B, token_B = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32)
+    cache = init_cache(config, slots, capacity, dtype, shards)
+    return DecodeState(cache, length_B, token_B, sampling_params(slots))
 
 
 def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
@@ -192,7 +187,8 @@ def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
 
 
 def rope_frequencies(config: Config) -> np.ndarray:
-    """Radians per position for each pair of a head, [H / 2]; llama3 scaling slows the long wavelengths by `factor`."""
+    """Radians per position for each pair of a head, [H / 2]; llama3 scaling slows the long
+    wavelengths by `factor`."""
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
     frequency = (1.0 / np.float32(config.rope_theta) ** exponent).astype(np.float32)
     if config.rope_scaling is None:
@@ -228,47 +224,41 @@ def embed(table_VD: Array | Int8, tokens_BT: Array, dtype: Any) -> Array:
 def attention(x_BTD, layer, k_cache, v_cache, rope, length_B, config, implementation):
     """Appends T tokens to the cache and attends to it: (output [B, T, D], k_cache, v_cache)."""
     B, T, _ = x_BTD.shape
-    q_BTNH, k_BTKH, v_BTKH = (
-        linear(x_BTD, w).reshape(B, T, -1, config.head_dim) for w in (layer.wq, layer.wk, layer.wv)
-    )
+    projections = (linear(x_BTD, w) for w in (layer.wq, layer.wk, layer.wv))
+    q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, config.head_dim) for x in projections)
     positions_BT = length_B[:, None] - T + jnp.arange(T)
-    k_cache = kv.append(k_cache, rotate(k_BTKH, rope), positions_BT)
-    v_cache = kv.append(v_cache, v_BTKH, positions_BT)
+    k_cache = append(k_cache, rotate(k_BTKH, rope), positions_BT)
+    v_cache = append(v_cache, v_BTKH, positions_BT)
     attend = ragged_decode_attention if T <= DECODE_TOKENS else prefill_attention
-    (k, k_scale), (v, v_scale) = kv.parts(k_cache), kv.parts(v_cache)
+    (k_BKSH, k_scale), (v_BKSH, v_scale) = parts(k_cache), parts(v_cache)
     o_BTNH = attend(
         rotate(q_BTNH, rope),
-        k,
-        v,
+        k_BKSH,
+        v_BKSH,
         length_B,
         scale=config.head_dim**-0.5,
         k_scale_BKS=k_scale,
         v_scale_BKS=v_scale,
         implementation=implementation,
     )
-    o_BTD = lax.psum(
-        linear(o_BTNH.reshape(B, T, -1), layer.wo), MODEL
-    )  # own heads only -> replicated
-    return o_BTD, k_cache, v_cache
+    o_BTD = linear(o_BTNH.reshape(B, T, -1), layer.wo)
+    return lax.psum(o_BTD, MODEL), k_cache, v_cache  # partial: own heads only -> replicated
 
 
 def mlp(x_BTD: Array, layer: Layer) -> Array:
     h_BTF = jax.nn.silu(linear(x_BTD, layer.w_gate)) * linear(x_BTD, layer.w_up)
-    return lax.psum(linear(h_BTF, layer.w_down), MODEL)  # own columns of F only -> replicated
+    return lax.psum(linear(h_BTF, layer.w_down), MODEL)  # partial: own part of F -> replicated
 
 
 @partial(jax.jit, static_argnames=("config", "implementation"))
 def block(x_BTD, layer, k_cache, v_cache, rope, length_B, config, implementation):
     h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
-    o_BTD, k_cache, v_cache = attention(
+    o_BTD, *caches = attention(
         h_BTD, layer, k_cache, v_cache, rope, length_B, config, implementation
     )
     x_BTD = x_BTD + o_BTD
-    return (
-        x_BTD + mlp(rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps), layer),
-        k_cache,
-        v_cache,
-    )
+    x_BTD = x_BTD + mlp(rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps), layer)
+    return x_BTD, *caches
 
 
 def forward(
@@ -277,13 +267,14 @@ def forward(
     tokens_BT: Array,
     length_B: Array,
     config: Config,
-    at_B: Array | None = None,
     implementation: str | None = None,
+    at_B: Array | None = None,
 ) -> tuple[Array, KVCache]:
     """One device's part of the model over T new tokens per row; runs inside `shard_map`.
 
-    `length_B` counts the row's tokens with these T; 0 is an empty row. Returns this device's vocabulary range of the
-    logits in float32, [B, T, V], or [B, V] of token `at_B` alone, and the cache with the T tokens appended.
+    `length_B` counts the row's tokens with these T; 0 is an empty row. Returns this device's range
+    of the logits in float32, [B, T, V], or [B, V] of token `at_B` alone; and the cache with the T
+    tokens appended.
     """
     T = tokens_BT.shape[1]
     rope = rotary(length_B[:, None] - T + jnp.arange(T), config)
@@ -294,27 +285,30 @@ def forward(
         keys.append(k)
         values.append(v)
     x = x_BTD if at_B is None else x_BTD[jnp.arange(len(at_B)), at_B]
+    x = rms_norm(x, weights.norm, config.rms_norm_eps)
     head = weights.embed if weights.head is None else weights.head
-    logits = linear(rms_norm(x, weights.norm, config.rms_norm_eps), head, jnp.float32)
-    return logits, KVCache(tuple(keys), tuple(values))
+    return linear(x, head, jnp.float32), KVCache(tuple(keys), tuple(values))
 
 
 def logits(
-    weights,
-    cache,
-    tokens_BT,
-    length_B,
+    weights: Weights,
+    cache: KVCache,
+    tokens_BT: Array,
+    length_B: Array,
     *,
     config: Config,
     mesh: Mesh,
     implementation: str | None = None,
-):
-    """`forward` on a mesh: logits of every token, [B, T, vocab_size], and the cache. Differentiable by "reference"."""
-    specs = (specs_like(weights, weight_specs(config)), CACHE_SPEC, P(DATA), P(DATA))
+) -> tuple[Array, KVCache]:
+    """`forward` on a mesh: the logits of every token, [B, T, vocab_size], and the cache.
+
+    Differentiable with implementation="reference".
+    """
+    in_specs = (specs_like(weights, weight_specs(config)), CACHE_SPEC, P(DATA), P(DATA))
+    out_specs = (P(DATA, None, MODEL), CACHE_SPEC)
     run = partial(forward, config=config, implementation=implementation)
-    run = jax.shard_map(
-        run, mesh=mesh, in_specs=specs, out_specs=(P(DATA, None, MODEL), CACHE_SPEC)
-    )
+    check = implementation in KERNEL_FREE
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
     logits_BTV, cache = run(weights, cache, tokens_BT, length_B)
     return logits_BTV[..., : config.vocab_size], cache
 
@@ -334,47 +328,40 @@ def prefill(
 ) -> tuple[KVCache, Array]:
     """Reads count_B tokens of each prompt behind the start_B that the cache already holds.
 
-    T is a bucket: tokens past count_B are padding, whose keys land beyond the row's length and are never seen. Returns the
-    cache (donated) and the next token [B], which means something once the prompt is complete.
+    T is a bucket: tokens past count_B are padding, whose keys land beyond the row's length and are
+    never seen. Returns the cache (donated) and the next token [B], which means something once the
+    prompt is complete.
     """
 
     def run(weights, cache, tokens_BT, start_B, count_B, sampling):
-        T = tokens_BT.shape[1]
-        last_B = jnp.maximum(count_B - 1, 0)
+        length_B, last_B = start_B + tokens_BT.shape[1], jnp.maximum(count_B - 1, 0)
         logits_BV, cache = forward(
-            weights, cache, tokens_BT, start_B + T, config, last_B, implementation
+            weights, cache, tokens_BT, length_B, config, implementation, last_B
         )
-        return cache, sample(
-            logits_BV, sampling, start_B + count_B, vocab_size=config.vocab_size, axes=MODEL
-        )
+        return cache, pick(logits_BV, sampling, start_B + count_B)
 
-    specs = (
-        specs_like(weights, weight_specs(config)),
-        CACHE_SPEC,
-        P(DATA),
-        P(DATA),
-        P(DATA),
-        P(DATA),
-    )
-    run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(CACHE_SPEC, P(DATA)))
+    pick = partial(sample, vocab_size=config.vocab_size, axes=MODEL)
+    in_specs = (specs_like(weights, weight_specs(config)), CACHE_SPEC, *[P(DATA)] * 4)
+    out_specs = (CACHE_SPEC, P(DATA))
+    check = implementation in KERNEL_FREE
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
     return run(weights, cache, tokens_BT, start_B, count_B, sampling)
 
 
 @partial(jax.jit, static_argnames="mesh", donate_argnames="state")
 def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies row b of `prompt` into slot slot_B[b], which must be on the same `data` shard; slot -1 copies nothing."""
+    """Copies row b of `prompt` into slot slot_B[b], on the row's own `data` shard; -1 copies
+    nothing."""
 
     def run(state, prompt, slot_B):
-        slots = state.length_B.shape[0]
+        slots = len(state.length_B)
         local_B = slot_B - lax.axis_index(DATA) * slots
-        local_B = jnp.where(
-            (local_B >= 0) & (local_B < slots), local_B, slots
-        )  # past the end: dropped
+        here_B = (local_B >= 0) & (local_B < slots)
+        local_B = jnp.where(here_B, local_B, slots)  # past the end, where writes are dropped
         return jax.tree.map(lambda s, p: s.at[local_B].set(p, mode="drop"), state, prompt)
 
-    run = jax.shard_map(
-        run, mesh=mesh, in_specs=(STATE_SPEC, STATE_SPEC, P(DATA)), out_specs=STATE_SPEC
-    )
+    in_specs = (STATE_SPEC, STATE_SPEC, P(DATA))
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC)
     return run(state, prompt, slot_B)
 
 
@@ -389,32 +376,26 @@ def generate(
 ) -> tuple[DecodeState, Array]:
     """One more token for every slot that is not empty: (state (donated), token [B]).
 
-    A slot of length L + 1 equals a prompt of L + 1 tokens: its newest token joins the cache and its next is sampled.
+    The newest token joins the cache, and its successor is sampled.
     """
 
     def run(weights, state):
         length_B = jnp.where(state.length_B > 0, state.length_B + 1, 0)
+        tokens_BT = state.token_B[:, None]
         logits_BTV, cache = forward(
-            weights,
-            state.cache,
-            state.token_B[:, None],
-            length_B,
-            config,
-            implementation=implementation,
+            weights, state.cache, tokens_BT, length_B, config, implementation
         )
-        token_B = sample(
-            logits_BTV[:, 0], state.sampling, length_B, vocab_size=config.vocab_size, axes=MODEL
-        )
+        token_B = pick(logits_BTV[:, 0], state.sampling, length_B)
         return DecodeState(cache, length_B, token_B, state.sampling), token_B
 
-    specs = (specs_like(weights, weight_specs(config)), STATE_SPEC)
-    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(STATE_SPEC, P(DATA)))(
-        weights, state
-    )
+    pick = partial(sample, vocab_size=config.vocab_size, axes=MODEL)
+    in_specs = (specs_like(weights, weight_specs(config)), STATE_SPEC)
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=(STATE_SPEC, P(DATA)))
+    return run(weights, state)
 
 
 def checkpoint_table(config: Config, shards: int = 1) -> dict[str, tuple[str | None, Order | None]]:
-    """Published tensor name -> where it goes in Weights (None: known and not needed) and in which order of heads."""
+    """Published name -> its place in Weights (None: not needed), and the order of its heads."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards)
     query, kv_heads = (partial(Order, size=config.head_dim, blocks=b) for b in heads)
     return {

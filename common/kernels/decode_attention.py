@@ -1,9 +1,10 @@
-"""Ragged decode attention: one or a few queries per slot against the filled part of that slot's cache.
+"""Ragged decode attention: a few queries per slot against the filled part of that slot's cache.
 
     o[b, t, n] = sum_s softmax_s(q[b, t, n] . k[b, n // G, s] * scale) v[b, n // G, s],
     over the positions s with starts[b, t] <= s <= lengths[b] - T + t.
 
-The cost is that of reading the filled cache once; the work is a few rows against many, so bandwidth is the bound.
+The cost is that of reading the filled cache once; the work is a few rows against many, so bandwidth
+is the bound.
 """
 
 import jax
@@ -29,27 +30,29 @@ def ragged_decode_attention(
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Array | tuple[Array, Array]:
-    """Attention of T queries per slot over positions [starts, lengths) of its cache, causal among themselves.
+    """Attention of T queries a slot, causal among themselves, over [starts, lengths) of its cache.
 
     Args:
-      q_BTNH: queries, the last T of the slot's positions; N = G * K heads, head n reads cache head n // G.
+      q_BTNH: queries, the last T of the slot's positions; N = G * K heads, head n reads cache head
+        n // G.
       k_BKSH: cached keys, f32, bf16 or int8; positions at or past `lengths` may hold anything.
-      v_BKSH: cached values, or None when they are the first `v_dim` columns of the keys (a latent cache).
+      v_BKSH: cached values, or None when they are the first `v_dim` columns of the keys (a latent
+        cache).
       lengths_B: int32, positions that are filled, the T new ones included; 0 is an empty slot.
-      starts: int32 [B] or [B, T], the first position that the slot, or each of its queries, sees (0 unless given):
-        a sliding window of W is position - W + 1.
+      starts: int32 [B] or [B, T], the first position that the slot, or each of its queries, sees (0
+        unless given): a sliding window of W is position - W + 1.
       scale: multiplies q . k.
       k_scale_BKS, v_scale_BKS: float32 scales of an int8 cache, one per token and head.
       sinks_N: one logit per query head that joins the softmax and has no value.
-      return_lse: also return log sum exp of the scaled logits [B, T, N], with which parts of a cache that lies on several
-        devices are merged; -inf where nothing was seen.
+      return_lse: also return log sum exp of the scaled logits [B, T, N], with which parts of a
+        cache that lies on several devices are merged; -inf where nothing was seen.
       implementation: "reference", "blocked", or None to choose by platform.
 
     Returns [B, T, N, Hv] in q's dtype; an empty slot gives zeros.
     """
     if (v_BKSH is None) == (v_dim is None):
         raise ValueError(
-            "ragged_decode_attention takes either v_BKSH or v_dim, the columns of k that are the values"
+            "ragged_decode_attention takes v_BKSH or v_dim (the columns of k that are the values)"
         )
     if q_BTNH.shape[2] % k_BKSH.shape[1]:
         raise ValueError(

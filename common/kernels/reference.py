@@ -1,8 +1,10 @@
-"""Attention over a ragged cache in plain jnp: the definition of correct, and a blocked form that the CPU runs.
+"""Attention over a ragged cache in plain jnp: the definition of correct, and a blocked form that
+the CPU runs.
 
-Both take T query tokens per slot, the last T of its `lengths` positions, so that query t of slot b stands at position
-lengths[b] - T + t and sees the positions from starts[b, t] up to its own. T = 1 is decoding, T = the bucket is prefill.
-Rows with no position to see give zeros and a log-sum-exp of -inf.
+Both take T query tokens per slot, the last T of its `lengths` positions, so that query t of slot b
+stands at position lengths[b] - T + t and sees the positions from starts[b, t] up to its own. T = 1
+is decoding, T = the bucket is prefill. Rows with no position to see give zeros and a log-sum-exp of
+-inf.
 """
 
 from functools import partial
@@ -29,7 +31,8 @@ def attention_reference(
     v_scale_BKS: Array | None = None,
     sinks_N: Array | None = None,
 ) -> tuple[Array, Array]:
-    """softmax(q k^T * scale + mask) v over the whole cache at once: output [B, T, N, Hv] and log-sum-exp [B, T, N].
+    """softmax(q k^T * scale + mask) v over the whole cache at once: output [B, T, N, Hv] and
+    log-sum-exp [B, T, N].
 
     Differentiable in reverse, which the blocked form (a loop of unknown length) is not.
     """
@@ -77,7 +80,8 @@ def attention_blocked(
     block: int = 128,
     query_block: int = 512,
 ) -> tuple[Array, Array]:
-    """The same by online softmax over blocks of the cache, from the first position any row sees to the last.
+    """The same by online softmax over blocks of the cache, from the first position any row sees to
+    the last.
 
     Reads only blocks that some slot has filled, upcasts one block at a time, and needs memory for
     query_block * block scores a head, whatever T and S are.
@@ -98,7 +102,7 @@ def attention_blocked(
         )
 
     B, T = q_BTNH.shape[:2]
-    if T <= query_block:
+    if query_block >= T:
         return attend(q_BTNH, lengths_B, starts_BT)
     n = -(-T // query_block)
 
@@ -175,7 +179,8 @@ def _attend_queries(
 
 
 def attention_xla(q_BTNH: Array, *args: Array, **kwargs: Any) -> tuple[Array, Array]:
-    """`attention_blocked`, in float32 on CPU: its compiler multiplies batches of bfloat16 matrices slowly or not at all."""
+    """`attention_blocked`, in float32 on CPU: its compiler multiplies batches of bfloat16 matrices
+    slowly or not at all."""
 
     def wide(q: Array, *args: Array) -> tuple[Array, Array]:
         o, lse = attention_blocked(q.astype(jnp.float32), *args, **kwargs)
@@ -187,6 +192,7 @@ def attention_xla(q_BTNH: Array, *args: Array, **kwargs: Any) -> tuple[Array, Ar
 
 
 def vary_like(x: Array, *others: Array) -> Array:
-    """x, marked as varying over every mesh axis that one of `others` varies over: loop carries must agree on that."""
+    """x, marked as varying over every mesh axis that one of `others` varies over: loop carries must
+    agree on that."""
     axes = frozenset().union(*(jax.typeof(o).manual_axis_type.varying for o in others))
     return lax.pcast(x, tuple(axes - jax.typeof(x).manual_axis_type.varying), to="varying")

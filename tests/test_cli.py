@@ -1,0 +1,268 @@
+"""The command line, as a subprocess where it matters, and every refusal of bad input."""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import cli
+
+ROOT = Path(__file__).parent.parent
+EMBEDDED = ROOT / "llama3" / "embedded"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """One cache of compiled programs for all runs, so that only the first of each shape compiles."""
+    unset = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return {**unset, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+
+
+@pytest.fixture
+def run(environment):
+    def call(*args, stdin="", check=True):
+        command = [sys.executable, "-m", "llama3.main", *args]
+        done = subprocess.run(
+            command,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            timeout=300,
+        )
+        assert not check or done.returncode == 0, done.stderr
+        return done
+
+    return call
+
+
+def records(done):
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def instruct(tmp_path):
+    """The embedded model with a chat template."""
+    shutil.copytree(EMBEDDED, tmp_path / "instruct")
+    file = tmp_path / "instruct" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATE}))
+    return str(tmp_path / "instruct")
+
+
+def test_without_arguments_the_embedded_model_speaks_on_stdout_and_reports_on_stderr(run):
+    done = run("--max-new-tokens", "40")
+    assert len(done.stdout.strip()) > 40
+    line = r"\[load [\d.]+ s; compile [\d.]+ s; first token [\d.]+ s; prefill \d+ tokens at \d+/s; "
+    line += r"decode 39 tokens at [\d.]+/s; \d+% of the \d+ GB/s read floor\]\n"
+    assert re.fullmatch(line, done.stderr)
+
+
+def test_many_prompts_queue_and_answer_in_order_as_each_would_alone(run, tmp_path):
+    prompts = ["HAMLET.\nTo be", "KING.", "Enter a messenger, with letters for the", "Exit", "What"]
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(prompts[:3]).replace("HAMLET.\nTo be", "HAMLET. To be") + "\n")
+    prompts[0] = "HAMLET. To be"
+    more = ["--prompt", prompts[3], "--prompt", prompts[4]]
+    options = ["--max-new-tokens", "12", "--json", "--slots", "2", "--max-len", "64"]
+    sampled = ["--temperature", "0.8", "--top-k", "40", "--seed", "3"]
+    done = records(run("--prompts", str(file), *more, *options, *sampled))
+    assert [r["prompt"] for r in done] == [*prompts[3:], *prompts[:3]]
+    assert [r["index"] for r in done] == [0, 1, 2, 3, 4]
+    sampled[-1] = "6"
+    alone = records(run("--prompt", prompts[1], *options, *sampled))[0]
+    assert alone["tokens"] == done[3]["tokens"], "prompt 3 uses seed 3 + 3"
+    assert all(len(r["tokens"]) == 12 and r["finish_reason"] == "length" for r in done)
+
+
+def test_plain_text_of_many_prompts_is_the_text_of_their_records(run):
+    args = ["--prompt", "KING.", "--prompt", "Enter", "--max-new-tokens", "12", "--max-len", "64"]
+    args += ["--slots", "2"]
+    texts = [r["text"] for r in records(run(*args, "--json"))]
+    assert run(*args).stdout == "".join(text + "\n" for text in texts)
+
+
+def test_standard_input_is_one_prompt(run):
+    args = ["--max-new-tokens", "8", "--json", "--max-len", "64"]
+    from_stdin = records(run(*args, stdin="Enter HAMLET"))[0]
+    assert from_stdin["tokens"] == records(run(*args, "--prompt", "Enter HAMLET"))[0]["tokens"]
+
+
+def test_a_mesh_of_four_gives_the_same_greedy_text_as_one_device(run):
+    args = ["--prompt", "KING.", "--max-new-tokens", "24", "--max-len", "64", "--dtype", "float32"]
+    one = run(*args)
+    assert len(one.stdout) > 10
+    assert run(*args, "--mesh", "tensor=4").stdout == one.stdout
+    assert run(*args, "--mesh", "data=2,expert=2").stdout == one.stdout
+
+
+def test_quantised_weights_and_cache_speak_too(run):
+    args = ["--prompt", "KING.", "--max-new-tokens", "24", "--max-len", "64"]
+    done = run(*args, "--quant", "int8", "--kv-quant", "int8")
+    assert len(done.stdout.strip()) > 10
+
+
+def test_a_second_run_finds_its_programs_compiled(run):
+    args = ["--prompt", "KING.", "--max-new-tokens", "4", "--max-len", "72"]
+
+    def compiled(*more):
+        return float(re.search(r"compile ([\d.]+) s", run(*args, *more).stderr)[1])
+
+    cold = compiled()
+    assert compiled() < cold / 2
+    assert compiled("--no-compile-cache") > cold / 2
+
+
+def test_an_instruct_checkpoint_gets_its_template_unless_raw(run, instruct):
+    args = [
+        "--ckpt",
+        instruct,
+        "--json",
+        "--max-new-tokens",
+        "4",
+        "--prompt",
+        "Speak.",
+        "--max-len",
+        "64",
+    ]
+    raw, templated = (records(run(*args, *more))[0] for more in (["--raw"], []))
+    with_system = records(run(*args, "--system", "You are a king."))[0]
+    assert raw["prompt_tokens"] < templated["prompt_tokens"] < with_system["prompt_tokens"]
+
+
+def test_a_conversation_keeps_its_cache_between_turns(run, instruct):
+    args = ["--ckpt", instruct, "--chat", "--max-new-tokens", "6"]
+    done = run(*args, stdin="Good morrow, my lord.\n\nWhat news?\n")
+    reused = re.search(r"(\d+) prompt tokens already cached", done.stderr)
+    assert int(reused[1]) > 8
+    assert done.stdout.count("\n") >= 2
+
+
+def test_random_weights_run_from_a_config_alone(run, tmp_path):
+    config = json.loads((EMBEDDED / "config.json").read_text())
+    file = tmp_path / "shape.json"
+    file.write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    args = ["--ckpt", str(file), "--random", "--max-new-tokens", "4", "--prompt", "x", "--json"]
+    assert len(records(run(*args))[0]["tokens"]) == 4
+    assert len(records(run(*args, "--quant", "int8"))[0]["tokens"]) == 4
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_ends_with_what_was_generated(environment, as_json):
+    args = ["--max-new-tokens", "300", "--prompt", "KING.", "--prompt", "Enter", "--slots", "1"]
+    command = [sys.executable, "-m", "llama3.main", *args, *["--json"] * as_json]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=ROOT, env=environment) as process:
+        first = process.stdout.readline() if as_json else process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors.decode()
+    assert errors.startswith(b"[load") and errors.count(b"\n") == 1
+    if as_json:
+        done, cut = (json.loads(line) for line in (first, rest))
+        assert (done["finish_reason"], cut["finish_reason"]) == ("length", "interrupted")
+        assert len(done["tokens"]) == 300 > len(cut["tokens"])
+    else:
+        assert rest.endswith(b"\n")
+
+
+def test_a_reader_that_goes_away_is_not_an_error(environment):
+    command = (
+        f"{sys.executable} -m llama3.main --max-new-tokens 200 | head -c 5; exit ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_names_every_option_and_gives_examples(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main("llama3", ["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    options = "ckpt revision prompt prompts chat system raw max-new-tokens temperature top-k top-p min-p seed max-len"
+    options += " slots dtype quant kv-quant mesh random json profile no-compile-cache"
+    assert all(f"--{name}" in text for name in options.split())
+    assert "examples:" in text
+
+
+LONG = " ".join(["prologue"] * 400)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--mesh", "tensor=0"], "--mesh 'tensor=0': expected data=N,expert=N,tensor=N"),
+        (["--mesh", "rows=2"], "--mesh 'rows=2': expected"),
+        (["--mesh", "tensor=2,tensor=2"], "each at most once"),
+        (["--mesh", "tensor=64"], "needs 64 devices, but only"),
+        (
+            ["--mesh", "tensor=8"],
+            "over expert * tensor = 8 devices, but the model has only 4 query heads",
+        ),
+        (["--slots", "3", "--mesh", "data=2"], "--slots 3 cannot be split evenly over data=2"),
+        (["--slots", "0"], "--slots 0"),
+        (["--ckpt", "/nowhere/at/all"], "neither a directory nor a hub id"),
+        (["--ckpt", "no-such-org/no-such-model"], "no-such-org/no-such-model"),
+        (["--ckpt", str(ROOT / "tests")], "config.json is missing in"),
+        (["--prompts", "/nowhere.txt"], "/nowhere.txt"),
+        (["--prompt", LONG, "--max-len", "64"], "more than the cache's 64 (see --max-len)"),
+        (["--max-len", "4096"], "--max-len 4096 is not between 1 and the model's"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
+        (["--temperature", "-1"], "temperature must be finite and >= 0, got -1.0"),
+        (["--top-k", "-1"], "top_k must be"),
+        (["--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
+        (["--min-p", "1"], "min_p must be in [0, 1), got 1.0"),
+        (["--seed", "-1"], "seed must be"),
+        (["--chat"], "--chat needs a checkpoint with a chat template"),
+        (["--chat", "--json"], "--chat reads standard input"),
+        (["--system", "Be brief."], "--system needs a chat template"),
+        (["--ckpt", "llama9-1b", "--random"], "neither a directory nor a hub id"),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
+)
+def test_bad_input_gets_one_line_before_any_weight_is_read(args, message, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "load", lambda *_: pytest.fail("weights were loaded first"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("a prompt"))
+    with pytest.raises(SystemExit) as stop:
+        cli.main("llama3", ["--no-compile-cache", *args])
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_no_prompt_at_all_is_an_error_for_a_checkpoint(run, instruct):
+    done = run("--ckpt", instruct, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: no prompt: give --prompt, --prompts FILE, --chat, or text on standard input\n"
+    )
+
+
+def test_a_damaged_checkpoint_is_one_line_and_no_traceback(run, instruct):
+    file = Path(instruct) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100_000])
+    done = run("--ckpt", instruct, "--prompt", "x", check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and "model.safetensors" in done.stderr
+    assert done.stderr.count("\n") == 1
