@@ -301,7 +301,7 @@ def make_engine(source: Source, args: argparse.Namespace, need: int, prompts: in
     if slots < 1 or slots % rows:
         raise ValueError(f"--slots {slots} cannot be split evenly over data={rows}")
     if args.kv_quant:
-        cache_dtype = jnp.dtype("int8")
+        cache_dtype: Any = jnp.dtype("int8")
     else:  # XLA's CPU compiler rewrites all of a bfloat16 cache at every update of it
         on_cpu = source.mesh.devices.flat[0].platform == "cpu"
         cache_dtype = jnp.dtype("float32") if on_cpu else source.dtype

@@ -19,8 +19,8 @@ class Int8(NamedTuple):
     K, S, H] has one scale per token and head: scale [B, K, S].
     """
 
-    values: jax.Array  # int8
-    scale: jax.Array  # float32
+    values: Any  # int8 array, or its PartitionSpec
+    scale: Any  # float32
 
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -40,7 +40,7 @@ def quantize_weight(w: jax.Array) -> Int8:
 
 
 def int8_spec(spec: P) -> Int8:
-    """The specs of a quantised matrix [out, in]; its scale [in shards, out] is the other way round."""
+    """The specs of a quantised matrix [out, in]; its scale is laid out the other way."""
     out_axis, in_axis = (*spec, None, None)[:2]
     return Int8(P(out_axis, in_axis), P(in_axis, out_axis))
 

@@ -118,7 +118,7 @@ def check_request(request: Request, capacity: int, name: str = "the prompt") -> 
         raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
     if len(request.prompt) > capacity:
         raise ValueError(
-            f"{name} has {len(request.prompt)} tokens, more than the cache's {capacity} (see --max-len)"
+            f"{name} has {len(request.prompt)} tokens, over the cache's {capacity} (see --max-len)"
         )
     sampling_params(1, *request[2:])
 

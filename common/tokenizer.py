@@ -38,8 +38,11 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     """
     directory = Path(directory)
     config = _read_json(directory / "tokenizer_config.json")
-    names = {key: value.get("content") if isinstance(value, dict) else value
-             for key, value in config.items() if key.endswith("_token")}
+    names = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key.endswith("_token")
+    }
     special_tokens = {key: text for key, text in names.items() if isinstance(text, str)}
     backend = _load_backend(directory, config.get("tokenizer_class"), special_tokens)
     # Limits of a training run, saved with the tokenizer, would silently cut prompts.
@@ -48,8 +51,11 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
 
     model = _read_json(directory / "config.json")
     eos: list[Any] = [backend.token_to_id(special_tokens.get("eos_token", ""))]
-    for source in (model, model.get("text_config") or {},
-                   _read_json(directory / "generation_config.json")):
+    for source in (
+        model,
+        model.get("text_config") or {},
+        _read_json(directory / "generation_config.json"),
+    ):
         value = source.get("eos_token_id")
         eos += value if isinstance(value, list) else [value]
     stop_ids = frozenset(i for i in eos if i is not None)
@@ -78,8 +84,10 @@ def _load_backend(
 ) -> tokenizers.Tokenizer:
     whole, vocab, merges = (directory / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     if not whole.exists() and not (vocab.exists() and merges.exists()):
-        raise FileNotFoundError(f"{directory}: no tokenizer.json (nor vocab.json with merges.txt); "
-                                "download the checkpoint's tokenizer files into this directory")
+        raise FileNotFoundError(
+            f"{directory}: no tokenizer.json (nor vocab.json with merges.txt); "
+            "download the checkpoint's tokenizer files into this directory"
+        )
     try:
         if whole.exists():
             return tokenizers.Tokenizer.from_file(str(whole))
@@ -89,8 +97,10 @@ def _load_backend(
         raise ValueError(f"{files}: {_one_line(error)}; download it again") from error
     # Other families publish the same two files, but split text into words by other rules.
     if family not in (None, "GPT2Tokenizer", "GPT2TokenizerFast"):
-        raise ValueError(f"{directory}: vocab.json with merges.txt is enough for GPT2Tokenizer "
-                         f"only, not for {family}; add the checkpoint's tokenizer.json")
+        raise ValueError(
+            f"{directory}: vocab.json with merges.txt is enough for GPT2Tokenizer "
+            f"only, not for {family}; add the checkpoint's tokenizer.json"
+        )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     special = {"<|endoftext|>", *special_tokens.values()}
@@ -149,7 +159,9 @@ def decode(tok: Tokenizer, ids: Sequence[int], keep_special: bool = False) -> st
 
 
 def encode_chat(
-    tok: Tokenizer, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True,
+    tok: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
     **variables: Any,
 ) -> list[int]:
     """Ids of a conversation. The template writes BOS itself, so the tokenizer adds nothing."""
@@ -158,7 +170,9 @@ def encode_chat(
 
 
 def render_chat(
-    tok: Tokenizer, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True,
+    tok: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
     **variables: Any,
 ) -> str:
     """A conversation in the checkpoint's own format; `variables` (`tools`, ...) reach the template.
@@ -166,8 +180,10 @@ def render_chat(
     Raises ValueError when there is no template, or with the template's own complaint.
     """
     if tok.chat_template is None:
-        raise ValueError("the checkpoint has no chat template; give a raw prompt, or use an "
-                         "instruction-tuned checkpoint")
+        raise ValueError(
+            "the checkpoint has no chat template; give a raw prompt, or use an "
+            "instruction-tuned checkpoint"
+        )
     if not messages or not all(isinstance(m, Mapping) for m in messages):
         raise ValueError("a conversation is a non-empty list of {'role': ..., 'content': ...}")
     # Templates test whether a key is there, so one that is None must look absent.
@@ -175,7 +191,8 @@ def render_chat(
     values = {"tools": None, "documents": None, **tok.special_tokens, **variables}
     try:
         return _compile_template(tok.chat_template).render(
-            values, messages=present, add_generation_prompt=add_generation_prompt)
+            values, messages=present, add_generation_prompt=add_generation_prompt
+        )
     except Exception as error:  # foreign code: it may fail in any way
         raise ValueError(f"chat template: {_one_line(error)}") from error
 
@@ -183,7 +200,7 @@ def render_chat(
 class _Generation(Extension):
     """`{% generation %}` marks what to train on; here it is only a scope."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -193,20 +210,30 @@ class _Generation(Extension):
 @lru_cache
 def _compile_template(source: str) -> jinja2.Template:
     """Compile in the environment that templates are written for: that of Hugging Face."""
+
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     # Unlike jinja's own filter, this neither escapes for HTML nor sorts keys.
-    def tojson(x: Any, ensure_ascii: bool = False, indent: int | None = None,
-               separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)
+    def tojson(
+        x: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
 
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                        extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
     env.filters["tojson"] = tojson
-    env.globals |= {"raise_exception": raise_exception,
-                    "strftime_now": lambda pattern: datetime.now().strftime(pattern)}
+    env.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+    }
     return env.from_string(source)
 
 

@@ -154,10 +154,10 @@ class KVCache(NamedTuple):
 class DecodeState(NamedTuple):
     """The slots being decoded. A slot of length 0 is empty, and whatever else it holds is stale."""
 
-    cache: KVCache
-    length_B: Array  # int32: tokens in the cache
-    token_B: Array  # int32: the newest token, not in the cache yet
-    sampling: Sampling  # [B] each
+    cache: Any  # KVCache
+    length_B: Any  # int32: tokens in the cache
+    token_B: Any  # int32: the newest token, not in the cache yet
+    sampling: Any  # Sampling of [B] each
 
 
 CACHE_SPEC: Any = P(DATA, MODEL)  # slots over data, heads over the model axes; int8 scales likewise

@@ -33,8 +33,16 @@ CORPUS = [
 ] * 4
 
 TEXTS = [
-    "", " ", "Hello world!", "  two  spaces ", "the cat\n\n\nsat\ton", "I'm 1234567 THEY'RE",
-    "你好世界,naïve straße 👩‍👩‍👧 👋🏽", "zebra ॐ ᚠ 𝄞", "\x00\x7f\ufeff", "the <|eot_id|></s> mat",
+    "",
+    " ",
+    "Hello world!",
+    "  two  spaces ",
+    "the cat\n\n\nsat\ton",
+    "I'm 1234567 THEY'RE",
+    "你好世界,naïve straße 👩‍👩‍👧 👋🏽",
+    "zebra ॐ ᚠ 𝄞",
+    "\x00\x7f\ufeff",
+    "the <|eot_id|></s> mat",
     "one<|endoftext|> two",
 ]
 
@@ -121,46 +129,82 @@ thinking={{ enable_thinking | default(true) }} now={{ strftime_now('%Y-%m-%d') }
 """,
 }
 
-USER = {"role": "user", "content": "  What is <b>this</b> & \"that\"?\n"}
+USER = {"role": "user", "content": '  What is <b>this</b> & "that"?\n'}
 CONVERSATIONS = [
     [USER],
     [{"role": "system", "content": "Be brief. "}, USER],
-    [USER, {"role": "assistant", "content": "Café ☕ 你好 👩‍👩‍👧"},
-     {"role": "user", "content": "再见"}],
+    [
+        USER,
+        {"role": "assistant", "content": "Café ☕ 你好 👩‍👩‍👧"},
+        {"role": "user", "content": "再见"},
+    ],
 ]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "é<", "a": 1}}}
 TOOL = {"type": "function", "function": {"name": "f", "description": "naïve <tag> 'x'"}}
 
 
-def train(pre_tokenizer: pre_tokenizers.PreTokenizer, special: list[str], size: int,
-          alphabet: list[str]) -> Tokenizer:
+def train(
+    pre_tokenizer: pre_tokenizers.PreTokenizer, special: list[str], size: int, alphabet: list[str]
+) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(
-        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
     return tokenizer
 
 
 def make_llama3(folder: Path) -> None:
     """Byte-level BPE whose post-processor adds BOS; a chat template; two stop ids."""
-    split = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-                  r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-    tokenizer = train(pre_tokenizers.Sequence([
-        pre_tokenizers.Split(split, "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]),
-        [], 330, pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
-                                  "<|end_header_id|>", "<|eot_id|>"])
-    bos, end, eot = (tokenizer.token_to_id(f"<|{t}|>")
-                     for t in ("begin_of_text", "end_of_text", "eot_id"))
+    split = Regex(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    tokenizer = train(
+        pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(split, "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        ),
+        [],
+        330,
+        pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.add_special_tokens(
+        [
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+        ]
+    )
+    bos, end, eot = (
+        tokenizer.token_to_id(f"<|{t}|>") for t in ("begin_of_text", "end_of_text", "eot_id")
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.Sequence([
-        processors.ByteLevel(trim_offsets=False),
-        processors.TemplateProcessing("<|begin_of_text|> $A", None, [("<|begin_of_text|>", bos)])])
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                "<|begin_of_text|> $A", None, [("<|begin_of_text|>", bos)]
+            ),
+        ]
+    )
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    write(folder / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|eot_id|>", "chat_template": TEMPLATES["llama"]})
+    write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|begin_of_text|>",
+            "eos_token": "<|eot_id|>",
+            "chat_template": TEMPLATES["llama"],
+        },
+    )
     write(folder / "config.json", {"bos_token_id": bos, "eos_token_id": end})
     write(folder / "generation_config.json", {"eos_token_id": [end, eot]})
 
@@ -174,28 +218,55 @@ def make_llama2(folder: Path) -> None:
     known = {t for t in trained["vocab"] if all(ord(c) < 256 or c in "▁你好" for c in t)}
     tokens += [t for t in sorted(known, key=trained["vocab"].__getitem__) if t not in special]
     merges = [tuple(pair) for pair in trained["merges"] if "".join(pair) in known]
-    tokenizer = Tokenizer(models.BPE(
-        {token: i for i, token in enumerate(tokens)}, merges, unk_token="<unk>", fuse_unk=True,
-        byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            merges,
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
     tokenizer.add_special_tokens(special)
     tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([
-        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-        decoders.Strip(" ", 1, 0)])
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    added = {"__type": "AddedToken", "lstrip": False, "normalized": False, "rstrip": False,
-             "single_word": False, "special": True}
-    write(folder / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": {**added, "content": "<s>"},
-        "eos_token": {**added, "content": "</s>"}})
+    added = {
+        "__type": "AddedToken",
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+        "special": True,
+    }
+    write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": {**added, "content": "<s>"},
+            "eos_token": {**added, "content": "</s>"},
+        },
+    )
 
 
 def make_gpt2(folder: Path) -> None:
     """GPT-2's two files; as published, only config.json knows the end of text."""
-    tokenizer = train(pre_tokenizers.ByteLevel(add_prefix_space=False), [], 320,
-                      pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = train(
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        [],
+        320,
+        pre_tokenizers.ByteLevel.alphabet(),
+    )
     model = json.loads(tokenizer.to_str())["model"]
     end = len(model["vocab"])
     write(folder / "vocab.json", {**model["vocab"], "<|endoftext|>": end})
@@ -214,22 +285,45 @@ def golden_chats() -> dict:
     chat_template_utils.datetime = Clock
     special = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<|pad|>"}
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(OUT / "llama3" / "tokenizer.json"), **special)
-    asked = [(name, messages, prompt, {}) for name in TEMPLATES for messages in CONVERSATIONS
-             for prompt in (True, False)]
+        tokenizer_file=str(OUT / "llama3" / "tokenizer.json"), **special
+    )
+    asked = [
+        (name, messages, prompt, {})
+        for name in TEMPLATES
+        for messages in CONVERSATIONS
+        for prompt in (True, False)
+    ]
     call = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    asked += [("llama", CONVERSATIONS[1], True, {"date_string": "1 Jan 2000"}),
-              ("llama", CONVERSATIONS[1], True, {"bos_token": "<other>"}),
-              ("llama", call, True, {"tools": [TOOL]}), ("json", call, False, {}),
-              ("json", CONVERSATIONS[0], False, {"enable_thinking": False}),
-              ("controls", CONVERSATIONS[0], False, {"tools": [TOOL], "documents": []})]
-    cases = [{"template": name, "messages": messages, "add_generation_prompt": prompt,
-              "variables": variables, "expected": tokenizer.apply_chat_template(
-                  messages, chat_template=TEMPLATES[name], tokenize=False,
-                  add_generation_prompt=prompt, **variables)}
-             for name, messages, prompt, variables in asked]
-    return {"today": TODAY.isoformat(), "special_tokens": special, "templates": TEMPLATES,
-            "cases": cases}
+    asked += [
+        ("llama", CONVERSATIONS[1], True, {"date_string": "1 Jan 2000"}),
+        ("llama", CONVERSATIONS[1], True, {"bos_token": "<other>"}),
+        ("llama", call, True, {"tools": [TOOL]}),
+        ("json", call, False, {}),
+        ("json", CONVERSATIONS[0], False, {"enable_thinking": False}),
+        ("controls", CONVERSATIONS[0], False, {"tools": [TOOL], "documents": []}),
+    ]
+    cases = [
+        {
+            "template": name,
+            "messages": messages,
+            "add_generation_prompt": prompt,
+            "variables": variables,
+            "expected": tokenizer.apply_chat_template(
+                messages,
+                chat_template=TEMPLATES[name],
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **variables,
+            ),
+        }
+        for name, messages, prompt, variables in asked
+    ]
+    return {
+        "today": TODAY.isoformat(),
+        "special_tokens": special,
+        "templates": TEMPLATES,
+        "cases": cases,
+    }
 
 
 def golden_ids() -> dict:
@@ -239,12 +333,18 @@ def golden_ids() -> dict:
     for name, kind in classes.items():
         tokenizer = kind.from_pretrained(OUT / name)
         encoded = [tokenizer(text)["input_ids"] for text in TEXTS]
-        golden[name] = [{"text": text, "ids": ids,
-                         "decoded": tokenizer.decode(ids, skip_special_tokens=True),
-                         "kept": tokenizer.decode(ids, skip_special_tokens=False)}
-                        for text, ids in zip(TEXTS, encoded, strict=True)]
+        golden[name] = [
+            {
+                "text": text,
+                "ids": ids,
+                "decoded": tokenizer.decode(ids, skip_special_tokens=True),
+                "kept": tokenizer.decode(ids, skip_special_tokens=False),
+            }
+            for text, ids in zip(TEXTS, encoded, strict=True)
+        ]
     chat = fast.from_pretrained(OUT / "llama3").apply_chat_template(
-        CONVERSATIONS[2], add_generation_prompt=True, return_dict=False, date_string="1 Jan 2000")
+        CONVERSATIONS[2], add_generation_prompt=True, return_dict=False, date_string="1 Jan 2000"
+    )
     return {"raw": golden, "chat": {"messages": CONVERSATIONS[2], "ids": chat}}
 
 

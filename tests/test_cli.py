@@ -24,7 +24,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """One cache of compiled programs for all runs, so that only the first of each shape compiles."""
+    """One cache of compiled programs for all runs: only the first of a shape compiles."""
     unset = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     return {**unset, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
 
@@ -198,8 +198,10 @@ def test_help_names_every_option_and_gives_examples(capsys):
         cli.main("llama3", ["--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0
-    options = "ckpt revision prompt prompts chat system raw max-new-tokens temperature top-k top-p min-p seed max-len"
-    options += " slots dtype quant kv-quant mesh random json profile no-compile-cache"
+    options = "ckpt revision prompt prompts chat system raw max-new-tokens temperature top-k top-p"
+    options += (
+        " min-p seed max-len slots dtype quant kv-quant mesh random json profile no-compile-cache"
+    )
     assert all(f"--{name}" in text for name in options.split())
     assert "examples:" in text
 
@@ -224,7 +226,7 @@ LONG = " ".join(["prologue"] * 400)
         (["--ckpt", "no-such-org/no-such-model"], "no-such-org/no-such-model"),
         (["--ckpt", str(ROOT / "tests")], "config.json is missing in"),
         (["--prompts", "/nowhere.txt"], "/nowhere.txt"),
-        (["--prompt", LONG, "--max-len", "64"], "more than the cache's 64 (see --max-len)"),
+        (["--prompt", LONG, "--max-len", "64"], "over the cache's 64 (see --max-len)"),
         (["--max-len", "4096"], "--max-len 4096 is not between 1 and the model's"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["--temperature", "-1"], "temperature must be finite and >= 0, got -1.0"),

@@ -174,7 +174,7 @@ def test_statistics_count_every_token_once(engine):
     ("request_", "message"),
     [
         (Request([], 4), "prompt 2 is empty"),
-        (Request([1] * 97, 4), "prompt 2 has 97 tokens, more than the cache's 96"),
+        (Request([1] * 97, 4), "prompt 2 has 97 tokens, over the cache's 96"),
         (Request([1], 0), "max_new_tokens must be at least 1, got 0"),
         (Request([1], 4, temperature=-1.0), "temperature must be"),
         (Request([1], 4, top_p=0.0), "top_p must be"),

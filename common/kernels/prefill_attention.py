@@ -3,16 +3,18 @@
     o[b, t, n] = sum_s softmax_s(q[b, t, n] . k[b, n // G, s] * scale) v[b, n // G, s],
     over the positions s <= lengths[b] - T + t.
 
-On TPU this is JAX's splash attention, elsewhere the blocked form in plain jnp. Splash is made for masks that are known
-when it is compiled; here the mask depends on how much of the prompt the cache holds. Its mask is data, though: the
-position of each query and, per block of scores, whether to compute it and which keys to fetch. So these are computed
-from `lengths`, and the blocks above the diagonal, of the empty part of the cache above all, are neither fetched nor
+On TPU this is JAX's splash attention, elsewhere the blocked form in plain jnp. Splash is made for
+masks that are known when it is compiled; here the mask depends on how much of the prompt the cache
+holds. Its mask is data, though: the position of each query and, per block of scores, whether to
+compute it and which keys to fetch. So these are computed from `lengths`, and the blocks above the
+diagonal, of the empty part of the cache above all, are neither fetched nor
 computed: the work grows with lengths, not with S.
 
-What grows with S is one copy of a row's values, and of its keys too when they are int8: splash multiplies whole blocks,
-and 0 * NaN is NaN, so stale values are blanked first. Rows are taken one after the other, since the splash kernel knows
-no batch. Prefill works on few rows (one per `data` shard), where neither matters: at the widths of Llama 3.1 8B and
-S = 8192 the copy is 34 MB of traffic against 436 MB of weights.
+What grows with S is one copy of a row's values, and of its keys too when they are int8: splash
+multiplies whole blocks, and 0 * NaN is NaN, so stale values are blanked first. Rows are taken one
+after the other, since the splash kernel knows no batch. Prefill works on few rows (one per `data`
+shard), where neither matters: at the widths of Llama 3.1 8B and S = 8192 the copy is 34 MB of
+traffic against 436 MB of weights.
 """
 
 from functools import partial
@@ -26,7 +28,7 @@ from common.kernels.reference import attention_reference, attention_xla
 
 Array = jax.Array
 
-QUERY_BLOCK = 512  # 512 * 512 float32 scores are 1 MiB; splash holds a few of them in the 16 MiB of a v5e's VMEM
+QUERY_BLOCK = 512  # a block of 512 * 512 float32 scores is 1 MiB, of a v5e's 16 MiB of VMEM
 KEY_BLOCKS = (512, 256, 128)  # splash: a multiple of 128
 
 
@@ -45,47 +47,60 @@ def prefill_attention(
 
     Args:
       q_BTNH: queries; N = G * K heads, head n reads cache head n // G.
-      k_BKSH, v_BKSH: the cache, f32, bf16 or int8; positions at or past `lengths` may hold anything, NaN included.
-      lengths_B: int32, positions that are filled, the T new ones included. It may exceed S: queries at positions past
-        the cache are padding, which sees the whole cache and disturbs no other query.
+      k_BKSH, v_BKSH: the cache, f32, bf16 or int8; positions at or past `lengths` may hold
+        anything, NaN included.
+      lengths_B: int32, positions that are filled, the T new ones included. It may exceed S: queries
+        at positions past the cache are padding, which sees the whole cache and disturbs no other
+        query.
       scale: multiplies q . k.
       k_scale_BKS, v_scale_BKS: float32 scales of an int8 cache, one per token and head.
-      implementation: "reference"; "blocked"; "splash", which off TPU is interpreted (for tests); or None to choose:
-        splash for bf16 queries on TPU, else blocked (splash multiplies float32 in bf16).
+      implementation: "reference"; "blocked"; "splash", which off TPU is interpreted (for tests); or
+        None to choose: splash for bf16 queries on TPU, else blocked (splash multiplies float32 in
+        bf16).
 
     Returns [B, T, N, H] in q's dtype; queries before position 0 give zeros.
     """
     if q_BTNH.shape[2] % k_BKSH.shape[1]:
-        raise ValueError(f"{q_BTNH.shape[2]} query heads cannot share {k_BKSH.shape[1]} cache heads evenly")
-    forms = {"reference": _reference, "blocked": _blocked, "splash": _splash_or_interpreted, None: _blocked}
+        raise ValueError(
+            f"{q_BTNH.shape[2]} query heads cannot share {k_BKSH.shape[1]} cache heads evenly"
+        )
+    forms: dict[str | None, Any] = dict(
+        reference=_reference, blocked=_blocked, splash=_splash_anywhere
+    )
+    forms[None] = _blocked
     if implementation not in forms:
-        raise ValueError(f"unknown implementation {implementation!r}: use 'reference', 'blocked', 'splash' or None")
+        raise ValueError(
+            f"unknown implementation {implementation!r}: use 'reference', 'blocked', 'splash', None"
+        )
     args = (q_BTNH, k_BKSH, v_BKSH, lengths_B, k_scale_BKS, v_scale_BKS)
     if implementation is None and q_BTNH.dtype == jnp.bfloat16:
-        return lax.platform_dependent(*args, tpu=partial(_splash, scale=scale), default=partial(_blocked, scale=scale))
+        return lax.platform_dependent(
+            *args, tpu=partial(_splash, scale=scale), default=partial(_blocked, scale=scale)
+        )
     return forms[implementation](*args, scale=scale)
 
 
 def _reference(q, k, v, lengths_B, k_scale, v_scale, *, scale, form=attention_reference):
     starts_BT = jnp.zeros(q.shape[:2], jnp.int32)
-    return form(q, k, v, lengths_B, starts_BT, scale=scale, k_scale_BKS=k_scale, v_scale_BKS=v_scale)[0]
+    return form(
+        q, k, v, lengths_B, starts_BT, scale=scale, k_scale_BKS=k_scale, v_scale_BKS=v_scale
+    )[0]
 
 
 _blocked = partial(_reference, form=attention_xla)
 
 
-def _splash_or_interpreted(*args: Any, scale: float) -> Array:
+def _splash_anywhere(*args: Any, scale: float) -> Array:
     interpreted = partial(_splash, scale=scale, interpret=True)
     return lax.platform_dependent(*args, tpu=partial(_splash, scale=scale), default=interpreted)
 
 
 def _splash(q, k, v, lengths_B, k_scale, v_scale, *, scale, interpret=False):
-    B, T, N, H = q.shape
-    S = k.shape[2]
+    T, S = q.shape[1], k.shape[2]
     filled_BS = jnp.arange(S) < lengths_B[:, None]
 
     def dense(x: Array, scale_BKS: Array | None) -> Array:
-        return x.astype(q.dtype) if scale_BKS is None else (x * scale_BKS[..., None]).astype(q.dtype)
+        return (x if scale_BKS is None else x * scale_BKS[..., None]).astype(q.dtype)
 
     k, v = dense(k, k_scale), jnp.where(filled_BS[:, None, :, None], dense(v, v_scale), 0)
     q_BNTH = (q.astype(jnp.float32) * scale).astype(q.dtype).swapaxes(1, 2)
@@ -106,10 +121,11 @@ def _splash_row(q_NTH, k_KSH, v_KSH, position_T, *, bq, bs, interpret):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-    last_q = position_T[bq - 1 :: bq, None] // bs  # of each block of queries, the last block of keys that it sees
+    last_q = position_T[bq - 1 :: bq, None] // bs  # the last block of keys that each block sees
     block_s = jnp.arange(k_KSH.shape[1] // bs)
     mask = MaskInfo(
-        data_next=jnp.clip(block_s, 0, jnp.maximum(last_q, 0))[None].astype(jnp.int32),  # unseen: fetch nothing new
+        # The block to fetch: of those unseen, the last one seen again, which is no new fetch.
+        data_next=jnp.clip(block_s, 0, jnp.maximum(last_q, 0))[None].astype(jnp.int32),
         mask_next=None,
         block_mask=(block_s <= last_q)[None].astype(jnp.int32),
         partial_mask_blocks=None,

@@ -150,7 +150,9 @@ def _attend_queries(
         s = jnp.where(seen[:, None], s, NEG_INF)
         m_new = jnp.maximum(m, s.max(-1, keepdims=True))
         keep = jnp.exp(m - m_new)
-        p = jnp.where(seen[:, None], jnp.exp(s - m_new), 0)
+        p = jnp.exp(
+            s - m_new
+        )  # ones while a row has seen nothing; its first real score wipes them out
         total = total * keep + p.sum(-1, keepdims=True)
         if v_scale_BKS is not None:
             p = (
@@ -169,13 +171,14 @@ def _attend_queries(
     first = jnp.where(filled_B > 0, starts_BT.min(1), S).min() // bs
     last = -(-filled_B.max() // bs)
     m, total, acc = lax.fori_loop(first, jnp.minimum(last, -(-S // bs)), body, init)
-    some = jnp.where(total > 0, total, 1)
-    lse = jnp.where(total > 0, m + jnp.log(some), -jnp.inf)
+    some = m > NEG_INF  # rows that saw a position or a sink
+    lse = jnp.where(some, m + jnp.log(total), -jnp.inf)
+    o = jnp.where(some, acc / total, 0)
 
     def heads(x: Array) -> Array:  # [B, K, T * G, X] -> [B, T, N, X]
         return x.reshape(B, K, T, G, -1).transpose(0, 2, 1, 3, 4).reshape(B, T, N, -1)
 
-    return heads(acc / some).astype(q.dtype), heads(lse)[..., 0]
+    return heads(o).astype(q.dtype), heads(lse)[..., 0]
 
 
 def attention_xla(q_BTNH: Array, *args: Array, **kwargs: Any) -> tuple[Array, Array]:
