@@ -1,0 +1,49 @@
+"""The one comparison of numbers in these tests."""
+
+from typing import Any
+
+import numpy as np
+
+
+def assert_close(
+    got: Any,
+    want: Any,
+    *,
+    atol: float | None = None,
+    rtol: float | None = None,
+    rms: float | None = None,
+    what: str = "",
+) -> tuple[float, float]:
+    """Shapes equal, all finite, and the errors within their bounds: (max-abs error, relative
+    error), printed.
+
+    The relative error is the largest difference over the largest wanted number, so that numbers
+    near zero do not decide; `rms` bounds the root mean square of the differences over that of the
+    wanted numbers, which one unlucky number cannot decide either. numpy's own assert_allclose
+    accepts NaN = NaN and broadcasts.
+    """
+    assert any(bound is not None for bound in (atol, rtol, rms)), "state a bound"
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    assert got.shape == want.shape, f"{what} has shape {got.shape}, not {want.shape}"
+    for name, x in dict(got=got, want=want).items():
+        bad = np.argwhere(~np.isfinite(x))
+        assert not len(bad), (
+            f"{what}: {len(bad)} of {x.size} numbers of {name} are not finite, first at {bad[0]}"
+        )
+    difference = np.abs(got - want)
+    error = float(difference.max(initial=0))
+    relative = error / max(float(np.abs(want).max(initial=0)), np.finfo(np.float32).tiny)
+    where = np.unravel_index(difference.argmax(), difference.shape) if difference.size else ()
+    spread = float(np.sqrt((difference**2).mean() / max((want**2).mean(), 1e-30)))
+    line = (
+        f"{what}: max abs error {error:.3g} (bound {atol}), relative {relative:.3g} (bound {rtol})"
+    )
+    line += f", root mean square {spread:.3g} (bound {rms})"
+    line += f" at {tuple(map(int, where))} of {got.shape}"
+    print(line)
+    within = [
+        bound is None or value <= bound
+        for value, bound in ((error, atol), (relative, rtol), (spread, rms))
+    ]
+    assert all(within), line
+    return error, relative
