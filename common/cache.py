@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from common.quant import Int8, quantize_rows
 
@@ -15,35 +16,48 @@ def empty(shape_BKSH: tuple[int, int, int, int], dtype: Any) -> jax.Array | Int8
     return jnp.zeros(shape_BKSH, dtype)
 
 
-def append(
-    cache: jax.Array | Int8, new_BTKH: jax.Array, positions_BT: jax.Array
-) -> jax.Array | Int8:
-    """Writes T tokens' keys or values at their positions; a position outside [0, S) is dropped."""
+def append(cache: jax.Array | Int8, new_BTKH: jax.Array, start_B: jax.Array) -> jax.Array | Int8:
+    """Writes T tokens' keys or values at the positions from start_B on; those outside [0, S) are
+    dropped."""
     new_BKTH = new_BTKH.swapaxes(1, 2)
+    one = new_BTKH.shape[1] == 1
+    write = _scatter if one else _copy
     if isinstance(cache, Int8):
         values, scale = quantize_rows(new_BKTH)
-        write_scale = _select if positions_BT.shape[1] == 1 else _scatter
-        return Int8(
-            _scatter(cache.values, values, positions_BT),
-            write_scale(cache.scale, scale, positions_BT),
-        )
-    return _scatter(cache, new_BKTH.astype(cache.dtype), positions_BT)
+        write_scale = _select if one else _copy
+        return Int8(write(cache.values, values, start_B), write_scale(cache.scale, scale, start_B))
+    return write(cache, new_BKTH.astype(cache.dtype), start_B)
 
 
-def _scatter(cache: jax.Array, new: jax.Array, positions_BT: jax.Array) -> jax.Array:
-    B, K, S = cache.shape[:3]
-    b = jnp.arange(B)[:, None, None]
-    k = jnp.arange(K)[None, :, None]
-    # A negative index would wrap around, so an empty row's positions are sent past the end instead.
-    s = jnp.where(positions_BT < 0, S, positions_BT)[:, None, :]
-    return cache.at[b, k, s].set(new, mode="drop")
+def _scatter(cache: jax.Array, new_BK1: jax.Array, start_B: jax.Array) -> jax.Array:
+    """One token a row."""
+    # A negative index would wrap around, so an empty row's token is sent past the end instead.
+    s = jnp.where(start_B < 0, cache.shape[2], start_B)
+    return cache.at[jnp.arange(len(s)), :, s].set(new_BK1[:, :, 0], mode="drop")
 
 
-def _select(cache_BKS: jax.Array, new_BK1: jax.Array, positions_B1: jax.Array) -> jax.Array:
-    # On TPU a scatter into rows of scalars wants another layout and copies the array there and
-    # back.
-    s = jnp.arange(cache_BKS.shape[2])
-    return jnp.where(s == positions_B1[:, :, None], new_BK1, cache_BKS)
+def _select(cache_BKS: jax.Array, new_BK1: jax.Array, start_B: jax.Array) -> jax.Array:
+    # On TPU a scatter into rows of scalars may want another layout, and copy the array to it.
+    at_start = jnp.arange(cache_BKS.shape[2]) == start_B[:, None, None]
+    return jnp.where(at_start, new_BK1, cache_BKS)
+
+
+def _copy(cache: jax.Array, new: jax.Array, start_B: jax.Array) -> jax.Array:
+    """Many tokens, a contiguous copy per row: a scatter on CPU would go token by token."""
+    (S, *rest), T = cache.shape[2:], new.shape[2]
+    W = min(S, T)
+
+    def write(b: jax.Array, cache: jax.Array) -> jax.Array:
+        start = jnp.clip(start_B[b], -T, S)
+        at = jnp.clip(start, 0, S - W)
+        token_W = jnp.arange(W) + at - start  # the token at each position of the window
+        mine = ((token_W >= 0) & (token_W < T)).reshape(W, *(1 for _ in rest))
+        window: Any = (b, 0, at, *(0 for _ in rest))
+        old = lax.dynamic_slice(cache, window, (1, cache.shape[1], W, *rest))
+        moved = jnp.roll(new[b], start - at, axis=1)[None, :, :W]
+        return lax.dynamic_update_slice(cache, jnp.where(mine, moved, old), window)
+
+    return lax.fori_loop(0, len(cache), write, cache)
 
 
 def parts(cache: jax.Array | Int8) -> tuple[jax.Array, jax.Array | None]:

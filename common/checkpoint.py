@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from common.quant import Int8, int8_spec, quantize_weight
+from common.quant import INT8, Form, Int8
 
 FILES = [
     *("config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json"),
@@ -340,10 +340,13 @@ def load_array(placement: Placement, dtype: np.dtype, advance: Callable[[int], N
     return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, shards)
 
 
-@partial(jax.jit, static_argnames=("mesh", "spec"))
-def quantize_sharded(w: jax.Array, mesh: Mesh, spec: P) -> Int8:
-    """Every device quantises its own part of a matrix."""
-    return jax.shard_map(quantize_weight, mesh=mesh, in_specs=spec, out_specs=int8_spec(spec))(w)
+@partial(jax.jit, static_argnames=("form", "dtype", "mesh", "spec"))
+def convert(w: jax.Array, form: Form, dtype: Any, mesh: Mesh, spec: P) -> Any:
+    """Every device converts its own part of a matrix."""
+    run = jax.shard_map(
+        lambda w: form.convert(w, dtype), mesh=mesh, in_specs=spec, out_specs=form.spec(spec)
+    )
+    return run(w)
 
 
 def load_weights(
@@ -355,10 +358,10 @@ def load_weights(
     mesh: Mesh,
     dtype: Any,
     *,
-    quantize: bool = False,
+    form: Form | None = None,
     progress: Progress | None = None,
 ) -> Any:
-    """The weights in `directory`, laid out on `mesh` as `specs` say, in `dtype`, or matrices Int8.
+    """The weights in `directory`, on `mesh` as `specs` say, in `dtype`, the matrices in `form`.
 
     `table`: published name, `*` for its numbers -> (path in the weights, None to drop it; Order).
     `shapes` are what is stored, `padded_shapes` what the devices hold: zeros at the end, or where
@@ -381,10 +384,11 @@ def load_weights(
     weights: dict[str, Any] = {}
     for path in sorted(stored, key=lambda p: (found[p][0].file, found[p][0].offset)):
         placement = placements[path]
-        if quantize and len(placement.shape) == 2:
+        if form is not None and len(placement.shape) == 2:
             # From the stored numbers, not from those rounded to `dtype`.
             dense = load_array(placement, DTYPES[placement.tensor.dtype], advance)
-            weights[path] = jax.block_until_ready(quantize_sharded(dense, mesh, spec[path]))
+            matrix = convert(dense, form, np.dtype(dtype), mesh, spec[path])
+            weights[path] = jax.block_until_ready(matrix)
             del dense
         else:
             weights[path] = load_array(placement, np.dtype(dtype), advance)
@@ -405,9 +409,9 @@ def progress_bar(stream: TextIO) -> Progress:
     return draw
 
 
-@partial(jax.jit, static_argnames=("shape", "spec", "mesh", "dtype", "quantize"))
+@partial(jax.jit, static_argnames=("shape", "spec", "mesh", "dtype", "form"))
 def random_array(
-    key: Any, shape: tuple[int, ...], spec: P, mesh: Mesh, dtype: Any, quantize: bool
+    key: Any, shape: tuple[int, ...], spec: P, mesh: Mesh, dtype: Any, form: Form | None
 ) -> Any:
     """One weight: ones for a vector, else uniform numbers of standard deviation RANDOM_STD.
 
@@ -415,7 +419,7 @@ def random_array(
     needs 16 bytes of temporary memory a number.
     """
     local = NamedSharding(mesh, spec).shard_shape(shape)
-    quantize = quantize and len(shape) == 2
+    form = form if len(shape) == 2 else None
 
     def make(key: jax.Array) -> Any:
         if len(local) == 1:
@@ -426,23 +430,24 @@ def random_array(
         x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
         x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
         x = lax.bitcast_convert_type(x ^ (x >> 16), jnp.int32)
-        if not quantize:
-            return (x.astype(jnp.float32) * (RANDOM_STD * math.sqrt(3) / 2**31)).astype(dtype)
+        if form is not INT8:
+            w = (x.astype(jnp.float32) * (RANDOM_STD * math.sqrt(3) / 2**31)).astype(dtype)
+            return form.convert(w, dtype) if form else w
         values = ((x >> 25) * 2 + 1).astype(jnp.int8)  # odd, so that they balance around zero
         scale = RANDOM_STD * math.sqrt(3 / (128**2 - 1))
         return Int8(values, jnp.full((1, local[0]), scale, jnp.float32))
 
-    out_specs = int8_spec(spec) if quantize else spec
+    out_specs = form.spec(spec) if form else spec
     return jax.shard_map(make, mesh=mesh, in_specs=P(), out_specs=out_specs)(key)
 
 
 def random_weights(
-    padded_shapes: Any, specs: Any, mesh: Mesh, dtype: Any, seed: int, quantize: bool = False
+    padded_shapes: Any, specs: Any, mesh: Mesh, dtype: Any, seed: int, form: Form | None = None
 ) -> Any:
     """Weights laid out as by `load_weights`, but random; each device makes its own part."""
     key, spec = jax.random.key(seed), _by_path(specs)
     weights = []
     for i, (path, shape) in enumerate(_by_path(padded_shapes).items()):
         leaf_key = jax.random.fold_in(key, i)
-        weights.append(random_array(leaf_key, shape, spec[path], mesh, np.dtype(dtype), quantize))
+        weights.append(random_array(leaf_key, shape, spec[path], mesh, np.dtype(dtype), form))
     return jax.tree.unflatten(jax.tree.structure(padded_shapes, is_leaf=_is_shape), weights)

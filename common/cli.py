@@ -131,9 +131,8 @@ def configure_jax(axes: dict[str, int], compile_cache: bool, distributed: bool) 
     for size in axes.values():
         need *= size
     if need > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update(
-            "jax_num_cpu_devices", need
-        )  # a mesh can be tried on a laptop; other platforms ignore it
+        # A mesh can be tried on a laptop; other platforms ignore this.
+        jax.config.update("jax_num_cpu_devices", need)
     if compile_cache:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(home) / "folio" / "programs"))
@@ -199,11 +198,19 @@ def open_source(name: str, args: argparse.Namespace, axes: dict[str, int]) -> So
     stored = str(hf.get("torch_dtype") or hf.get("dtype") or "bfloat16")
     dtype = jnp.dtype(args.dtype or ("float32" if stored == "float32" else "bfloat16"))
     mesh = default_mesh(axes, config)
-    model.weight_shapes(
-        config, model_shards(mesh)
-    )  # refuses a mesh that the model cannot be split over
+    model.weight_shapes(config, model_shards(mesh))  # refuses what the mesh cannot split
     tokenizer = None if directory is None else load_tokenizer(directory)
     return Source(model, config, mesh, dtype, directory, tokenizer)
+
+
+def weight_form(source: Source, args: argparse.Namespace) -> Any:
+    """How the matrices are stored (common.quant)."""
+    from common.quant import INT8, TRANSPOSED
+
+    if args.quant:
+        return INT8
+    on_cpu = source.mesh.devices.flat[0].platform == "cpu"
+    return TRANSPOSED if on_cpu and source.dtype == "float32" else None
 
 
 def load(source: Source, args: argparse.Namespace) -> tuple[Any, float]:
@@ -214,10 +221,10 @@ def load(source: Source, args: argparse.Namespace) -> tuple[Any, float]:
     from common.sharding import model_shards
 
     began, model, config, mesh = time.perf_counter(), source.model, source.config, source.mesh
-    shards, quantize = model_shards(mesh), args.quant == "int8"
+    shards, form = model_shards(mesh), weight_form(source, args)
     padded, specs = model.weight_shapes(config, shards), model.weight_specs(config)
     if args.random or source.directory is None:
-        weights = random_weights(padded, specs, mesh, source.dtype, args.seed, quantize=quantize)
+        weights = random_weights(padded, specs, mesh, source.dtype, args.seed, form=form)
     else:
         weights = load_weights(
             source.directory,
@@ -227,7 +234,7 @@ def load(source: Source, args: argparse.Namespace) -> tuple[Any, float]:
             specs,
             mesh,
             source.dtype,
-            quantize=quantize,
+            form=form,
             progress=progress_bar(sys.stderr),
         )
     return jax.block_until_ready(weights), time.perf_counter() - began
@@ -519,9 +526,8 @@ def main(name: str, argv: Sequence[str] | None = None) -> None:
         configure_jax(axes, not args.no_compile_cache, args.distributed)
         run(name, args, axes)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # the reader has gone: nothing more to say
+        # The reader has gone: nothing more to say.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -289,9 +289,7 @@ def serve(
                 stats.first_token_s = stats.first_token_s or time.perf_counter() - began
                 for row, (i, slot) in entering.items():
                     length = len(requests[i].prompt)
-                    room = (
-                        engine.capacity - length + 1
-                    )  # the last token needs no place in the cache
+                    room = engine.capacity - length + 1  # the last token needs no place in it
                     left = min(requests[i].max_new_tokens, room)
                     running[slot] = _Running(i, left, length)
                     yield book(slot, int(tokens[row]))

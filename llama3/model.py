@@ -30,16 +30,13 @@ from common.cache import append, empty, parts
 from common.checkpoint import Order
 from common.kernels.decode_attention import ragged_decode_attention
 from common.kernels.prefill_attention import prefill_attention
-from common.quant import Int8, embed_rows, linear, specs_like
+from common.quant import Int8, embed_rows, linear, out_features, specs_like
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, MODEL, round_up, split_heads
 
 Array = jax.Array
 
-KERNEL_FREE = (
-    "reference",
-    "blocked",
-)  # shard_map's check covers these; a Pallas call cannot pass it
+KERNEL_FREE = ("reference", "blocked")  # shard_map's check covers these; no Pallas call passes it
 DECODE_TOKENS = 8  # up to so many query tokens a slot, attention is bound by reading the cache
 
 
@@ -212,13 +209,11 @@ def rotate(x_BTNH: Array, rope: tuple[Array, Array]) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def embed(table_VD: Array | Int8, tokens_BT: Array, dtype: Any) -> Array:
+def embed(table_VD: Any, tokens_BT: Array, dtype: Any) -> Array:
     """Each device looks up the ids it owns; the others contribute zeros."""
-    rows = (table_VD.values if isinstance(table_VD, Int8) else table_VD).shape[0]
-    local_BT = tokens_BT - lax.axis_index(MODEL) * rows
-    mine_BT = (local_BT >= 0) & (local_BT < rows)
-    x_BTD = embed_rows(table_VD, jnp.clip(local_BT, 0, rows - 1), dtype)
-    return lax.psum(jnp.where(mine_BT[..., None], x_BTD, 0), MODEL)  # own ids only -> replicated
+    local_BT = tokens_BT - lax.axis_index(MODEL) * out_features(table_VD)
+    x_BTD = embed_rows(table_VD, local_BT, dtype)
+    return lax.psum(x_BTD, MODEL)  # own ids only -> replicated
 
 
 def attention(x_BTD, layer, k_cache, v_cache, rope, length_B, config, implementation):
@@ -226,9 +221,8 @@ def attention(x_BTD, layer, k_cache, v_cache, rope, length_B, config, implementa
     B, T, _ = x_BTD.shape
     projections = (linear(x_BTD, w) for w in (layer.wq, layer.wk, layer.wv))
     q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, config.head_dim) for x in projections)
-    positions_BT = length_B[:, None] - T + jnp.arange(T)
-    k_cache = append(k_cache, rotate(k_BTKH, rope), positions_BT)
-    v_cache = append(v_cache, v_BTKH, positions_BT)
+    k_cache = append(k_cache, rotate(k_BTKH, rope), length_B - T)
+    v_cache = append(v_cache, v_BTKH, length_B - T)
     attend = ragged_decode_attention if T <= DECODE_TOKENS else prefill_attention
     (k_BKSH, k_scale), (v_BKSH, v_scale) = parts(k_cache), parts(v_cache)
     o_BTNH = attend(

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from common.checkpoint import load_weights, read_config
+from common.quant import Form
 from common.sampling import sampling_params
 from common.sharding import DATA, make_mesh, model_shards
 
@@ -55,7 +56,7 @@ class Request(NamedTuple):
 
 @functools.cache
 def load(
-    family: str, variant: str, axes: str = "", dtype: str = "float32", quantize: bool = False
+    family: str, variant: str, axes: str = "", dtype: str = "float32", form: Form | None = None
 ) -> Engine:
     """A fixture on a mesh such as "data=2,tensor=4"."""
     model, directory = importlib.import_module(f"{family}.model"), FIXTURES / family / variant
@@ -65,9 +66,7 @@ def load(
     config, shards = model.config_from_hf(read_config(directory)), model_shards(mesh)
     table, specs = model.checkpoint_table(config, shards), model.weight_specs(config)
     shapes = model.weight_shapes(config), model.weight_shapes(config, shards)
-    weights = load_weights(
-        directory, table, *shapes, specs, mesh, jnp.dtype(dtype), quantize=quantize
-    )
+    weights = load_weights(directory, table, *shapes, specs, mesh, jnp.dtype(dtype), form=form)
     return Engine(model, config, weights, mesh)
 
 

@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 
 from common import checkpoint as ck
 from common.checkpoint import Order
-from common.quant import Int8
+from common.quant import INT8, TRANSPOSED, Int8, Transposed
 from common.sharding import MODEL, make_mesh, model_shards, round_up
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -214,7 +214,7 @@ def test_int8_matrices_have_a_scale_per_channel_and_shard_of_the_input(tmp_path,
     mesh, tensors = make_mesh(**axes), stored_tensors(BF16)
     save_file(tensors, tmp_path / "model.safetensors")
     shards = model_shards(mesh)
-    weights, want = load(tmp_path, mesh, BF16, quantize=True), expected(tensors, shards)
+    weights, want = load(tmp_path, mesh, BF16, form=INT8), expected(tensors, shards)
     leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, Int8))
     for got, x, spec in zip(leaves, jax.tree.leaves(want), jax.tree.leaves(specs()), strict=True):
         if x.ndim == 1:
@@ -233,8 +233,23 @@ def test_int8_matrices_have_a_scale_per_channel_and_shard_of_the_input(tmp_path,
             assert s.data.shape == (1, part.data.shape[0])
 
 
+@EVERY_MESH
+def test_transposed_matrices_hold_the_same_numbers(tmp_path, axes):
+    mesh, tensors = make_mesh(**axes), stored_tensors(BF16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    weights = load(tmp_path, mesh, np.float32, form=TRANSPOSED)
+    plain = jax.tree.map(
+        lambda w: w.values.T if isinstance(w, Transposed) else w,
+        weights,
+        is_leaf=lambda w: isinstance(w, Transposed),
+    )
+    assert isinstance(weights.embed, Transposed)
+    want = expected(tensors, model_shards(mesh))
+    assert_equal(plain, jax.tree.map(lambda x: x.astype(np.float32), want))
+
+
 def test_int8_is_made_from_the_stored_numbers_and_not_from_rounded_ones(checkpoint):
-    one, other = (load(checkpoint, None, dtype, quantize=True) for dtype in (np.float32, BF16))
+    one, other = (load(checkpoint, None, dtype, form=INT8) for dtype in (np.float32, BF16))
     np.testing.assert_array_equal(one.embed.values, other.embed.values)
     assert one.layers[0].norm.dtype == np.float32 and other.layers[0].norm.dtype == BF16
 
@@ -319,9 +334,8 @@ def reads(monkeypatch):
 
 def test_a_shard_that_several_devices_hold_is_read_once(checkpoint, reads):
     load(checkpoint, make_mesh(data=4, expert=2))
-    twice = sum(
-        x.nbytes for n, x in stored_tensors().items() if ".o." in n or ".down." in n
-    )  # whole rows
+    whole_rows = (x for n, x in stored_tensors().items() if ".o." in n or ".down." in n)
+    twice = sum(x.nbytes for x in whole_rows)
     assert sum(n for _, n in reads) == sum(x.nbytes for x in stored_tensors().values()) + twice
 
 
@@ -359,10 +373,10 @@ import gc, json, sys
 from pathlib import Path
 import jax
 from jax.sharding import PartitionSpec as P
-from common import checkpoint as ck
+from common import checkpoint as ck, quant
 from common.sharding import make_mesh
 
-directory, (stored, dtype, quantize, eager) = Path(sys.argv[1]), map(json.loads, sys.argv[2:])
+directory, (stored, dtype, form, eager) = Path(sys.argv[1]), map(json.loads, sys.argv[2:])
 SIZE = 2**23
 shape = (2048, SIZE // 2048 // dict(F32=4, BF16=2)[stored])
 if eager:
@@ -381,7 +395,8 @@ def write(count):  # the file system does not store the data, which is zeros
 def load(count):
     tree = [shape] * count, [shape] * count, [P()] * count
     table = {"*": ("*", None)}
-    weights = ck.load_weights(directory, table, *tree, make_mesh(), dtype, quantize=quantize)
+    options = dict(form=form and getattr(quant, form))
+    weights = ck.load_weights(directory, table, *tree, make_mesh(), dtype, **options)
     return sum(x.nbytes for x in jax.tree.leaves(weights)), resident("VmHWM")
 
 def resident(field):
@@ -415,20 +430,21 @@ def child(code, *arguments, devices):
     not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak in /proc"
 )
 @pytest.mark.parametrize(
-    ("stored", "dtype", "quantize", "eager"),
+    ("stored", "dtype", "form", "eager"),
     [
-        ("F32", "float32", False, False),
-        ("F32", "bfloat16", False, False),
-        ("BF16", "bfloat16", True, False),
-        ("F32", "float32", False, True),
+        ("F32", "float32", None, False),
+        ("F32", "bfloat16", None, False),
+        ("BF16", "bfloat16", "INT8", False),
+        ("BF16", "float32", "TRANSPOSED", False),
+        ("F32", "float32", None, True),
     ],
-    ids=["f32", "f32 to bf16", "bf16 to int8", "eager"],
+    ids=["f32", "f32 to bf16", "bf16 to int8", "bf16 to transposed f32", "eager"],
 )
 def test_host_memory_is_the_arrays_and_a_constant_however_large_the_checkpoint(
-    tmp_path, stored, dtype, quantize, eager
+    tmp_path, stored, dtype, form, eager
 ):
     """On CPU the arrays are host memory as well. An eager reader shows that the measure tells."""
-    arguments = map(json.dumps, (stored, dtype, quantize, eager))
+    arguments = map(json.dumps, (stored, dtype, form, eager))
     result = json.loads(child(MEMORY, tmp_path, *arguments, devices=1).communicate(timeout=120)[0])
     print(result)
     allowance = 64 * 2**20
@@ -458,7 +474,7 @@ for got, x in zip(jax.tree.leaves(weights), jax.tree.leaves(want), strict=True):
     for shard in got.addressable_shards:
         np.testing.assert_array_equal(shard.data, x[shard.index])
 mine = list(reads)
-t.load(directory, mesh, quantize=True)
+t.load(directory, mesh, form=t.INT8)
 print(json.dumps(mine))
 """
 
@@ -778,11 +794,11 @@ def test_a_file_or_a_local_revision_is_refused(checkpoint):
 
 
 @pytest.mark.parametrize("axes", [MESHES["8"], MESHES["data"]], ids=["8", "data"])
-@pytest.mark.parametrize("quantize", [False, True], ids=["dense", "int8"])
-def test_random_weights_are_laid_out_like_loaded_ones(checkpoint, axes, quantize):
+@pytest.mark.parametrize("form", [None, INT8, TRANSPOSED], ids=["plain", "int8", "transposed"])
+def test_random_weights_are_laid_out_like_loaded_ones(checkpoint, axes, form):
     mesh = make_mesh(**axes)
-    random = ck.random_weights(shapes(model_shards(mesh)), specs(), mesh, BF16, 0, quantize)
-    loaded = load(checkpoint, mesh, BF16, quantize=quantize)
+    random = ck.random_weights(shapes(model_shards(mesh)), specs(), mesh, BF16, 0, form)
+    loaded = load(checkpoint, mesh, BF16, form=form)
     assert jax.tree.structure(random) == jax.tree.structure(loaded)
     for a, b in zip(jax.tree.leaves(random), jax.tree.leaves(loaded), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -791,19 +807,17 @@ def test_random_weights_are_laid_out_like_loaded_ones(checkpoint, axes, quantize
             np.testing.assert_array_equal(x.data, y.data)
 
 
-@pytest.mark.parametrize("quantize", [False, True], ids=["dense", "int8"])
-def test_random_matrices_are_centred_have_the_published_scale_and_never_repeat(quantize):
+@pytest.mark.parametrize("form", [None, INT8], ids=["plain", "int8"])
+def test_random_matrices_are_centred_have_the_published_scale_and_never_repeat(form):
     mesh, shape = make_mesh(data=2, tensor=4), (512, 256)
     tree = ((256,), shape, shape)
     trees = [
-        ck.random_weights(
-            tree, (P(), P(MODEL, None), P(None, MODEL)), mesh, np.float32, seed, quantize
-        )
+        ck.random_weights(tree, (P(), P(MODEL, None), P(None, MODEL)), mesh, np.float32, seed, form)
         for seed in (0, 1)
     ]
     assert (np.asarray(trees[0][0]) == 1).all()
     matrices = [
-        np.asarray(x.values * x.scale.max() if quantize else x) for tree in trees for x in tree[1:]
+        np.asarray(x.values * x.scale.max() if form else x) for tree in trees for x in tree[1:]
     ]
     for x in matrices:
         np.testing.assert_allclose(x.std(), 0.02, rtol=0.01)

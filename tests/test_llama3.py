@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.checkpoint import read_config
+from common.quant import INT8, TRANSPOSED
 from llama3 import model
 
 VARIANTS = ("scaled", "tied", "wide_heads", "bf16_sharded")
@@ -90,6 +91,16 @@ def test_logits_token_by_token_equal_those_of_transformers_while_slots_come_and_
     assert_golden(stepwise_logits(load("llama3", variant, axes), variant), variant, atol=F32_ATOL)
 
 
+@pytest.mark.parametrize("steps", [prompt_logits, stepwise_logits], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    "variant, axes", [("scaled", "tensor=2"), ("tied", ""), ("tied", "tensor=4")]
+)
+def test_transposed_weights_give_the_same_logits(variant, axes, steps):
+    assert_golden(
+        steps(load("llama3", variant, axes, form=TRANSPOSED), variant), variant, atol=F32_ATOL
+    )
+
+
 def test_logits_of_a_prompt_alone_equal_those_of_transformers():
     engine, prompt = load("llama3", "scaled"), goldens("llama3", "scaled")[2]
     n = len(prompt.tokens)
@@ -157,13 +168,13 @@ def test_order_slot_neighbours_padding_buckets_chunks_and_capacity_change_nothin
 # ---- precision
 
 
-# Bounds on the root mean square of the errors over that of the logits, all positions of all prompts
-# together. The random models amplify rounding: transformers' own bf16 is 0.036 and 0.041 away.
-PRECISIONS = {  # weights and activations, quantised weights, cache: bound; reached on scaled, tied
-    "bf16": ("bfloat16", False, jnp.bfloat16, 0.045),  # 0.033, 0.039
-    "int8 weights": ("float32", True, jnp.float32, 0.105),  # 0.060, 0.091
-    "int8 cache": ("float32", False, jnp.int8, 0.028),  # 0.017, 0.023
-    "int8 weights and cache in bf16": ("bfloat16", True, jnp.int8, 0.115),  # 0.079, 0.098
+# Bounds on the root mean square of the errors over that of the logits, over all positions of all
+# prompts. The random models amplify rounding: transformers' own bf16 is 0.036 and 0.041 away.
+PRECISIONS = {  # dtype, form of the weights, cache, bound; reached on scaled, tied
+    "bf16": ("bfloat16", None, jnp.bfloat16, 0.045),  # 0.033, 0.039
+    "int8 weights": ("float32", INT8, jnp.float32, 0.105),  # 0.060, 0.091
+    "int8 cache": ("float32", None, jnp.int8, 0.028),  # 0.017, 0.023
+    "int8 weights and cache in bf16": ("bfloat16", INT8, jnp.int8, 0.115),  # 0.079, 0.098
 }
 
 
@@ -171,8 +182,8 @@ PRECISIONS = {  # weights and activations, quantised weights, cache: bound; reac
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("variant, axes", [("scaled", "tensor=2"), ("tied", "")])
 def test_low_precision_stays_near_float32(precision, variant, axes, steps):
-    weights, quantize, cache, bound = PRECISIONS[precision]
-    engine = load("llama3", variant, axes, weights, quantize)
+    weights, form, cache, bound = PRECISIONS[precision]
+    engine = load("llama3", variant, axes, weights, form)
     want = [prompt.logits for prompt in goldens("llama3", variant)]
     got = steps(engine, variant, cache)
     assert_close(np.concatenate(got), np.concatenate(want), rms=bound, what=variant)
@@ -259,9 +270,8 @@ def test_generate_updates_its_state_in_place(dtype):
         sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache)) // engine.mesh.size
     )
     assert memory.alias_size_in_bytes >= per_device
-    assert (
-        memory.temp_size_in_bytes < per_device / engine.config.num_hidden_layers
-    )  # no copy of any layer
+    # No copy of any layer.
+    assert memory.temp_size_in_bytes < per_device / engine.config.num_hidden_layers
 
 
 # ---- config.json

@@ -224,9 +224,8 @@ def test_a_mesh_samples_what_one_device_samples(shape):
 
 
 @pytest.mark.parametrize("padding", [np.nan, np.inf, 1e30, -np.inf])
-@pytest.mark.parametrize(
-    "vocab_size", [13, 43]
-)  # of 48 on 8 devices: five devices hold nothing else, or a part of one
+# Of 48 on 8 devices: five devices hold nothing but padding, or a part of one does.
+@pytest.mark.parametrize("vocab_size", [13, 43])
 def test_padding_is_never_sampled(padding, vocab_size):
     n = 160
     logits, sampling = rows(n, V, seed=4), slots(n)

@@ -50,8 +50,7 @@ def prefill_attention(
       k_BKSH, v_BKSH: the cache, f32, bf16 or int8; positions at or past `lengths` may hold
         anything, NaN included.
       lengths_B: int32, positions that are filled, the T new ones included. It may exceed S: queries
-        at positions past the cache are padding, which sees the whole cache and disturbs no other
-        query.
+        at positions past the cache are padding, whose output means nothing and disturbs no other.
       scale: multiplies q . k.
       k_scale_BKS, v_scale_BKS: float32 scales of an int8 cache, one per token and head.
       implementation: "reference"; "blocked"; "splash", which off TPU is interpreted (for tests); or

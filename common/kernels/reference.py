@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 NEG_INF = -1e30  # finite: exp(NEG_INF - NEG_INF) must not be NaN
+FEW_QUERIES = 8  # up to so many a slot, attention is bound by reading the cache
 
 Array = jax.Array
 
@@ -77,15 +78,17 @@ def attention_blocked(
     k_scale_BKS: Array | None = None,
     v_scale_BKS: Array | None = None,
     sinks_N: Array | None = None,
-    block: int = 128,
-    query_block: int = 512,
+    block: int | None = None,
+    query_block: int = 256,
 ) -> tuple[Array, Array]:
     """The same by online softmax over blocks of the cache, from the first position any row sees to
     the last.
 
     Reads only blocks that some slot has filled, upcasts one block at a time, and needs memory for
-    query_block * block scores a head, whatever T and S are.
+    query_block * block scores a head, whatever T and S are. `block` is 256 positions unless given,
+    and 128 for a few queries, which read much and compute little.
     """
+    block = block or (128 if q_BTNH.shape[1] <= FEW_QUERIES else 256)
 
     def attend(q: Array, ends_B: Array, starts: Array) -> tuple[Array, Array]:
         scales = dict(k_scale_BKS=k_scale_BKS, v_scale_BKS=v_scale_BKS, sinks_N=sinks_N)
@@ -106,9 +109,8 @@ def attention_blocked(
         return attend(q_BTNH, lengths_B, starts_BT)
     n = -(-T // query_block)
 
-    def split(
-        x: Array,
-    ) -> Array:  # [B, T, ...] -> [n, B, query_block, ...]; queries past T are computed and cut off
+    def split(x: Array) -> Array:
+        # [B, T, ...] -> [n, B, query_block, ...]; queries past T are computed and cut off.
         x = jnp.pad(x, ((0, 0), (0, n * query_block - T), *(((0, 0),) * (x.ndim - 2))), mode="edge")
         return x.reshape(B, n, query_block, *x.shape[2:]).swapaxes(0, 1)
 
@@ -120,14 +122,14 @@ def attention_blocked(
 
 def _attend_queries(
     q, k, v, ends_B, filled_B, starts_BT, *, scale, block, k_scale_BKS, v_scale_BKS, sinks_N
-):  # queries stand at the last T positions before ends_B; the cache is filled up to filled_B
+):
+    """Queries stand at the last T positions before ends_B; the cache is filled up to filled_B."""
     B, T, N, H = q.shape
     K, S = k.shape[1:3]
     G, bs = N // K, min(block, S)
     q_BTKGH = q.reshape(B, T, K, G, H)
-    q_BKRH = q_BTKGH.transpose(0, 2, 1, 3, 4).reshape(
-        B, K, T * G, H
-    )  # R = T * G rows share a key/value head
+    # R = T * G rows share a key/value head.
+    q_BKRH = q_BTKGH.transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
     position_BR = jnp.repeat(ends_B[:, None] - T + jnp.arange(T), G, axis=1)
     starts_BR = jnp.repeat(starts_BT, G, axis=1)
 
@@ -139,9 +141,7 @@ def _attend_queries(
         at = jnp.minimum(j * bs, S - bs)  # the last block may overlap the one before it
         pos = at + jnp.arange(bs)
         filled = ((pos >= j * bs) & (pos < filled_B[:, None]))[:, None]  # [B, 1, bs]
-        seen = (
-            filled & (pos >= starts_BR[..., None]) & (pos <= position_BR[..., None])
-        )  # [B, R, bs]
+        seen = filled & (pos >= starts_BR[..., None]) & (pos <= position_BR[..., None])
         k_j, v_j = (lax.dynamic_slice_in_dim(x, at, bs, 2).astype(q.dtype) for x in (k, v))
         v_j = jnp.where(filled[..., None], v_j, 0)  # stale values may be NaN, and 0 * NaN is NaN
         s = dot("bkrh,bksh->bkrs", q_BKRH, k_j) * scale
@@ -150,15 +150,12 @@ def _attend_queries(
         s = jnp.where(seen[:, None], s, NEG_INF)
         m_new = jnp.maximum(m, s.max(-1, keepdims=True))
         keep = jnp.exp(m - m_new)
-        p = jnp.exp(
-            s - m_new
-        )  # ones while a row has seen nothing; its first real score wipes them out
+        # Ones while a row has seen nothing: `keep` of its first real score is 0 and wipes them out.
+        p = jnp.exp(s - m_new)
         total = total * keep + p.sum(-1, keepdims=True)
         if v_scale_BKS is not None:
-            p = (
-                p
-                * jnp.where(filled, lax.dynamic_slice_in_dim(v_scale_BKS, at, bs, 2), 0)[:, :, None]
-            )
+            v_scale_j = lax.dynamic_slice_in_dim(v_scale_BKS, at, bs, 2)
+            p = p * jnp.where(filled, v_scale_j, 0)[:, :, None]
         return m_new, total, acc * keep + dot("bkrs,bksh->bkrh", p.astype(q.dtype), v_j)
 
     m, total = jnp.full((B, K, T * G, 1), NEG_INF), jnp.zeros((B, K, T * G, 1))
@@ -168,7 +165,7 @@ def _attend_queries(
         total = jnp.ones_like(total)
     init = (m, total, jnp.zeros((B, K, T * G, v.shape[-1])))
     init = jax.tree.map(lambda x: vary_like(x, q, k, v, ends_B, starts_BT), init)
-    first = jnp.where(filled_B > 0, starts_BT.min(1), S).min() // bs
+    first = jnp.where(filled_B > 0, jnp.maximum(starts_BT.min(1), 0), S).min() // bs
     last = -(-filled_B.max() // bs)
     m, total, acc = lax.fori_loop(first, jnp.minimum(last, -(-S // bs)), body, init)
     some = m > NEG_INF  # rows that saw a position or a sink
@@ -182,16 +179,17 @@ def _attend_queries(
 
 
 def attention_xla(q_BTNH: Array, *args: Array, **kwargs: Any) -> tuple[Array, Array]:
-    """`attention_blocked`, in float32 on CPU: its compiler multiplies batches of bfloat16 matrices
-    slowly or not at all."""
+    """`attention_blocked`; few queries in float32 on CPU, whose compiler multiplies small
+    bfloat16 matrices slowly or not at all."""
+    blocked: Any = partial(attention_blocked, **kwargs)
+    if q_BTNH.shape[1] > FEW_QUERIES or q_BTNH.dtype == jnp.float32:
+        return blocked(q_BTNH, *args)
 
     def wide(q: Array, *args: Array) -> tuple[Array, Array]:
-        o, lse = attention_blocked(q.astype(jnp.float32), *args, **kwargs)
+        o, lse = blocked(q.astype(jnp.float32), *args)
         return o.astype(q.dtype), lse
 
-    return lax.platform_dependent(
-        q_BTNH, *args, cpu=wide, default=partial(attention_blocked, **kwargs)
-    )
+    return lax.platform_dependent(q_BTNH, *args, cpu=wide, default=blocked)
 
 
 def vary_like(x: Array, *others: Array) -> Array:
