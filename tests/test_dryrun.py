@@ -1,0 +1,474 @@
+"""What the compilers say that a step costs, at published widths and with nothing allocated; and the
+tool that reads it off their programs.
+
+Layers repeat, so a few of them show what one costs. What all of them cost together is not asserted
+here, `python -m common.dryrun` says it: the 80 layers of the 70B step below take 4.50 GB of weights
+and 0.35 GB of cache per device, 0.10 GB of temporaries, and 163 all-reduces of 21.1 MB.
+"""
+
+import functools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from engine import FIXTURES
+
+from common.checkpoint import read_config
+from common.dryrun import (
+    ARRAY,
+    Collective,
+    arrays,
+    collectives,
+    devices_of,
+    dry_run,
+    executed,
+    moved,
+    parse,
+    traffic,
+)
+from common.quant import INT8
+from common.sharding import make_mesh
+from llama3 import model
+from llama3.shapes import SHAPES
+
+ROOT = Path(__file__).parent.parent
+TILE = 512  # bytes: a TPU stores the [8] of a state as one tile
+KERNEL = 'custom_call_target="tpu_custom_call"'
+
+
+def dry(hf, layers, topology, axes, **options):
+    config = model.config_from_hf(hf)._replace(num_hidden_layers=layers)
+    mesh = make_mesh(**axes, devices=devices_of(topology))
+    report, text = dry_run(model, config, mesh, **options)
+    print(report)
+    return report, text
+
+
+def numbers(shape):
+    """How many numbers "8,1,8192" holds."""
+    return math.prod(int(n) for n in shape.split(",") if n)
+
+
+# ---- decoding, Llama 3.1 70B in int8 on sixteen TPU v5e
+
+
+LAYERS, SLOTS, CAPACITY = 3, 8, 2048
+# Per device: of 64 query heads 4, of 8 key/value heads 1 (each is on two devices).
+D, F, Q, KV, V = 8192, 28672 // 16, 4 * 128, 128, 128256 // 16
+CACHE_VALUES = SLOTS * CAPACITY * KV  # bytes of one layer's keys
+LAYER_CACHE = 2 * SLOTS * CAPACITY * (KV + 4)  # with a float32 scale per token, and the values
+EMBEDDING = V * D + 4 * V
+
+
+@functools.cache
+def decode_70b():
+    return dry(
+        SHAPES["llama3.1-70b"],
+        LAYERS,
+        "v5e:4x4",
+        dict(expert=8, tensor=2),
+        slots=SLOTS,
+        capacity=CAPACITY,
+        cache_dtype=jnp.int8,
+        form=INT8,
+    )
+
+
+def test_each_device_holds_its_sixteenth_of_the_weights_and_the_cache_of_one_head():
+    report, _ = decode_70b()
+    shapes = [(Q, D), (KV, D), (KV, D), (D, Q), (F, D), (F, D), (D, F)]
+    layer = sum(out * into + 4 * out for out, into in shapes) + 2 * (2 * D)  # and two norms
+    assert report.weights == 2 * EMBEDDING + LAYERS * layer + 2 * D
+    assert report.cache == LAYERS * LAYER_CACHE
+    state = 7 * TILE  # lengths, tokens and the five sampling parameters
+    padding = 2 * 4 * (-V % 128)  # of the scales of embedding and head
+    assert report.arguments == report.weights + report.cache + state + padding
+
+
+def test_a_decoding_step_updates_its_cache_and_the_rest_of_its_state_in_place():
+    report, text = decode_70b()
+    assert report.aliased == report.cache + 7 * TILE
+    assert report.outputs - report.aliased <= 2 * TILE  # the tokens, once more, for the caller
+    assert len(re.findall(r"(?:may|must)-alias", text.splitlines()[0])) == 4 * LAYERS + 7
+
+
+def test_a_decoding_step_needs_less_temporary_memory_than_the_cache_of_one_layer():
+    report, _ = decode_70b()  # reached: 2.8 MB of 4.3
+    assert report.temporaries < LAYER_CACHE
+
+
+def test_a_decoding_step_copies_no_cache_and_no_weight_in_main_memory():
+    """The largest write is to the scales of one layer's keys, 66 KB; the smallest weight matrix is
+    1 MB. Branches count, and prefetches into on-chip memory do not."""
+    _, text = decode_70b()
+    program = parse(text)
+    writes = [
+        (moved(program, computation, op)[1], op.kind, op.type)
+        for op, computation, _, _ in executed(program)
+    ]
+    assert max(writes)[0] < min(CACHE_VALUES, KV * D), max(writes)
+    assert sum(size for size, _, _ in writes) < CACHE_VALUES
+    assert f"s8[{SLOTS},1,{CAPACITY},{KV}]" in text  # the cache is not under another shape
+
+
+def test_a_decoding_step_reads_every_weight_once():
+    report, _ = decode_70b()  # attention's loop over the filled cache counts as one round
+    assert report.weights - EMBEDDING < report.traffic < 1.05 * report.weights
+
+
+def test_a_decoding_step_reduces_activations_twice_a_layer_and_once_for_the_embedding():
+    report, _ = decode_70b()
+    every_step = [c for c in report.collectives if not c.conditional]
+    assert every_step == [
+        Collective("all-reduce", "bf16[8,1,8192]", n := 2 * LAYERS + 1, n * 8 * D * 2, False),
+        Collective("all-reduce", "f32[8]", 1, 8 * 4, False),  # the largest logit
+        Collective("all-reduce", "s32[8]", 1, 8 * 4, False),  # the lowest id that has it
+    ]
+
+
+def test_sampling_exchanges_a_few_numbers_per_slot_in_a_branch_that_greedy_steps_do_not_take():
+    report, _ = decode_70b()
+    branches = {(c.kind, c.shape): c.times for c in report.collectives if c.conditional}
+    assert branches == {
+        ("all-reduce", "f32[3,8]"): 2 * 16,  # rounds of the searches for top-k and top-p
+        ("all-reduce", "f32[8]"): 1,
+        ("all-reduce", "s32[8]"): 1,
+        ("all-gather", "f32[16,1,8]"): 1,
+    }
+    assert sum(c.bytes for c in report.collectives if c.conditional) < 4096
+
+
+# ---- reading a prompt, Llama 3.1 8B on four devices
+
+
+TOKENS, PROMPT_LAYERS, SHARDS = 8192, 2, 4
+SCORES = 4 * TOKENS * TOKENS  # bytes of one head's float32 scores; a device has 8 heads
+RESIDUAL = TOKENS * 4096  # numbers in the activations between layers
+
+
+@functools.cache
+def prefill_8b(topology, dtype):
+    return dry(
+        SHAPES["llama3.1-8b"],
+        PROMPT_LAYERS,
+        topology,
+        dict(tensor=SHARDS),
+        slots=1,
+        capacity=TOKENS,
+        prefill=TOKENS,
+        dtype=dtype,
+        cache_dtype=dtype,
+    )
+
+
+PROMPTS = pytest.mark.parametrize(
+    "topology, dtype",
+    [("cpu", jnp.float32), ("cpu", jnp.bfloat16), ("v5e:2x2", jnp.bfloat16)],
+    ids=["cpu-f32", "cpu-bf16", "tpu-bf16"],
+)
+
+
+@PROMPTS
+def test_a_prompt_of_8192_tokens_needs_little_more_memory_than_its_activations(topology, dtype):
+    """Not the 2147 MB of a device's scores, nor the 268 MB of one head's. Reached: 506 to 537 MB of
+    671 on CPU, whose activations are float32 throughout, and 196 MB of 268 on TPU."""
+    report, _ = prefill_8b(topology, dtype)
+    bound = 5 * 4 * RESIDUAL if topology == "cpu" else 4 * 2 * RESIDUAL
+    assert report.temporaries < bound < 8 * SCORES
+
+
+@PROMPTS
+def test_reading_a_prompt_never_makes_an_array_of_tokens_by_tokens(topology, dtype):
+    """Not even inside a fusion. Only the tables of embedding and head have as many numbers."""
+    _, text = prefill_8b(topology, dtype)
+    table = [128256 // SHARDS, 4096]
+    large = {
+        shape
+        for _, _, shape, _ in ARRAY.findall(text)
+        if numbers(shape) >= TOKENS * TOKENS and [int(n) for n in shape.split(",")] != table
+    }
+    assert not large
+    assert f"[1,{TOKENS},4096]" in text
+
+
+@PROMPTS
+def test_reading_a_prompt_fills_its_cache_in_place(topology, dtype):
+    report, _ = prefill_8b(topology, dtype)
+    heads = 8 // SHARDS
+    assert report.cache == PROMPT_LAYERS * 2 * heads * TOKENS * 128 * jnp.dtype(dtype).itemsize
+    assert report.aliased == report.cache
+
+
+def test_on_tpu_each_layer_reads_the_prompt_with_the_splash_kernel():
+    _, text = prefill_8b("v5e:2x2", jnp.bfloat16)
+    calls = [line for line in text.splitlines() if KERNEL in line]
+    assert len(calls) == PROMPT_LAYERS
+    assert all("splash" in line for line in calls)
+
+
+# Not bfloat16: the older compiler writes such a cache out in float32 to update it.
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["f32", "int8"])
+def test_on_cpu_a_decoding_step_updates_its_whole_state_in_place(dtype):
+    hf, layers, slots = read_config(FIXTURES / "llama3" / "scaled"), 2, 6
+    axes = dict(data=2, tensor=2)
+    report, _ = dry(hf, layers, "cpu", axes, slots=slots, capacity=1030, cache_dtype=dtype)
+    assert report.aliased == report.cache + 7 * 4 * slots // axes["data"]
+    assert report.temporaries < report.cache / layers
+
+
+# ---- the tool reads programs
+
+
+TOY = """\
+HloModule toy, is_scheduled=true
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%body (p: (s32[], f32[64,128])) -> (s32[], f32[64,128]) {
+  %p = (s32[]{:S(6)}, f32[64,128]{1,0:T(8,128)}) parameter(0)
+  %i = s32[]{:S(6)} get-tuple-element(%p), index=0
+  %x = f32[64,128]{1,0:T(8,128)} get-tuple-element(%p), index=1
+  %y = f32[64,128]{1,0:T(8,128)} all-reduce(%x), replica_groups={{0,1}}, to_apply=%sum
+  ROOT %out = (s32[]{:S(6)}, f32[64,128]{1,0:T(8,128)}) tuple(%i, %y)
+}
+
+%limited (q: (s32[], f32[64,128])) -> pred[] {
+  %q = (s32[]{:S(6)}, f32[64,128]{1,0:T(8,128)}) parameter(0)
+  %j = s32[]{:S(6)} get-tuple-element(%q), index=0
+  %end = s32[]{:S(6)} constant(LIMIT)
+  ROOT %less = pred[]{:S(6)} compare(%j, %end), direction=LT
+}
+
+%gathers (r: f32[8,128]) -> f32[16,128] {
+  %r = f32[8,128]{1,0} parameter(0)
+  %start = (f32[8,128]{1,0}, f32[16,128]{1,0}) all-gather-start(%r), dimensions={0}
+  ROOT %done = f32[16,128]{1,0} all-gather-done(%start)
+}
+
+%nothing (s: f32[8,128]) -> f32[16,128] {
+  %s = f32[8,128]{1,0} parameter(0)
+  ROOT %zero = f32[16,128]{1,0} broadcast(%s), dimensions={0,1}
+}
+
+%scattering (t: f32[64,128]) -> f32[32,128] {
+  %t = f32[64,128]{1,0:T(8,128)} parameter(0)
+  ROOT %share = f32[32,128]{1,0} reduce-scatter(%t), dimensions={0}, to_apply=%sum
+}
+
+ENTRY %main (x: f32[64,128], s: f32[8,128], f: s32[]) -> f32[32,128] {
+  %x.1 = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %s.1 = f32[8,128]{1,0} parameter(1)
+  %f = s32[] parameter(2)
+  %zero.1 = s32[]{:S(6)} constant(0)
+  %t.1 = (s32[]{:S(6)}, f32[64,128]{1,0:T(8,128)}) tuple(%zero.1, %x.1)
+  %loop = (s32[]{:S(6)}, f32[64,128]{1,0:T(8,128)}) while(%t.1), condition=%limited, body=%bodyTRIPS
+  %l = f32[64,128]{1,0:T(8,128)} get-tuple-element(%loop), index=1
+  %pick = f32[16,128]{1,0} conditional(%f, %s.1, %s.1), branch_computations={%gathers, %nothing}
+  ROOT %fused = f32[32,128]{1,0} fusion(%l), kind=kCustom, calls=%scattering
+}
+"""
+KNOWN = ', backend_config={"known_trip_count":{"n":"5"},"known_init_step":{}}'
+
+
+@pytest.mark.parametrize(
+    "limit, known, rounds",
+    [("5)", "", 5), ("7)", KNOWN, 5), ("5), frontend", "", 5), (None, "", 1)],
+    ids=["a constant limit", "as the compiler says", "with attributes", "unknown"],
+)
+def test_collectives_count_by_loop_round_inside_fusions_and_apart_in_branches(limit, known, rounds):
+    text = TOY.replace("LIMIT)", limit or "5)").replace("TRIPS", known)
+    if limit is None:
+        text = text.replace("constant(5)", "add(%j, %j)")
+    assert collectives(parse(text)) == (
+        Collective("all-reduce", "f32[64,128]", rounds, rounds * 64 * 128 * 4, False),
+        Collective("reduce-scatter", "f32[32,128]", 1, 32 * 128 * 4, False),
+        Collective("all-gather", "f32[16,128]", 1, 16 * 128 * 4, True),
+    )
+
+
+def test_a_type_tells_shape_bytes_and_memory_of_each_array_in_it():
+    type_ = "(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, s4[3]{0}, /*index=2*/pred[], f8e4m3fn[2,2]{1,0})"
+    assert arrays(type_) == [
+        ("bf16[8,128]", 2048, False),
+        ("s4[3]", 2, True),
+        ("pred[]", 1, True),
+        ("f8e4m3fn[2,2]", 4, True),
+    ]
+
+
+MOVES = """\
+%slice (p0: f32[64,128], p1: s32[]) -> f32[1,128] {
+  %p0 = f32[64,128]{1,0} parameter(0)
+  %p1 = s32[]{:S(6)} parameter(1)
+  ROOT %ds = f32[1,128]{1,0} dynamic-slice(%p0, %p1, %p1), dynamic_slice_sizes={1,128}
+}
+
+%update (q0: f32[64,128], q1: f32[1,128], q2: s32[]) -> f32[64,128] {
+  %q0 = f32[64,128]{1,0} parameter(0)
+  %q1 = f32[1,128]{1,0} parameter(1)
+  %q2 = s32[]{:S(6)} parameter(2)
+  %dus = f32[64,128]{1,0} dynamic-update-slice(%q0, %q1, %q2, %q2)
+  ROOT %view = f32[64,128]{1,0} bitcast(%dus)
+}
+
+ENTRY %main (x: f32[64,128], i: s32[]) -> f32[64,128] {
+  %x = f32[64,128]{1,0} parameter(0)
+  %row = f32[1,128]{1,0} parameter(1)
+  %chip = f32[64,128]{1,0:S(1)} parameter(2)
+  %i = s32[]{:S(6)} parameter(3)
+  ROOT %op = OP
+}
+"""
+ALL, ROW = 64 * 128 * 4, 128 * 4
+
+
+OPERATIONS = {
+    "a copy": ("f32[64,128]{1,0} copy(%x)", ALL, ALL),
+    "a sum on the chip": ("f32[64,128]{1,0:S(1)} add(%x, %chip)", ALL, 0),
+    "a view": ("f32[8192]{0} bitcast(%x)", 0, 0),
+    "a slice": ("f32[1,128]{1,0} dynamic-slice(%x, %i, %i)", ROW, ROW),
+    "a fused slice": ("f32[1,128]{1,0} fusion(%x, %i), kind=kLoop, calls=%slice", ROW, ROW),
+    "an update": ("f32[64,128]{1,0} dynamic-update-slice(%x, %row, %i, %i)", ROW, ROW),
+    "a fused update": (
+        "f32[64,128]{1,0} fusion(%x, %row, %i), kind=kLoop, calls=%update",
+        ROW,
+        ROW,
+    ),
+    "a prefetch": (
+        "(f32[64,128]{1,0:S(1)}, f32[64,128]{1,0}, u32[]{:S(2)}) copy-start(%x)",
+        ALL,
+        0,
+    ),
+    "a write back": (
+        "(f32[64,128]{1,0}, f32[64,128]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%chip)",
+        0,
+        ALL,
+    ),
+    "a piece of a prefetch": (
+        "((f32[64,128]{1,0}), f32[1,128]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%x)",
+        ROW,
+        0,
+    ),
+    "a prefetch by the step before": (
+        "(f32[64,128]{1,0:S(1)}, f32[64,128]{1,0}, u32[]{:S(2)}) copy-start(%x), "
+        "cross_program_prefetch_index=0",
+        0,
+        0,
+    ),
+    "a kernel": (
+        'f32[1,128]{1,0} custom-call(%x, %row), custom_call_target="tpu_custom_call"',
+        ALL + ROW,
+        ROW,
+    ),
+}
+
+
+@pytest.mark.parametrize("op, read, written", OPERATIONS.values(), ids=OPERATIONS)
+def test_an_operation_moves_what_it_touches_in_main_memory(op, read, written):
+    program = parse(MOVES.replace("OP", op))
+    main = program.computations["main"]
+    assert moved(program, main, main["op"]) == (read, written)
+    assert traffic(program) == read + written
+
+
+def test_the_traffic_of_a_compiled_program_is_what_its_loop_reads_and_writes():
+    @jax.jit
+    def f(x, ys):
+        return jax.lax.scan(lambda c, y: (c * y, None), x, ys)[0]
+
+    n, rounds = 1 << 16, 7
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n,), (rounds, n))]
+    got = traffic(parse(f.lower(*shapes).compile().as_text()))
+    # Each round reads a row and the product so far, and writes the product; the first one's copy.
+    assert 3 * 4 * n * rounds <= got < 1.01 * (3 * rounds + 2) * 4 * n
+
+
+# ---- the command line
+
+
+def command(*args):
+    environment = {k: os.environ[k] for k in ("PATH", "HOME") if k in os.environ}
+    return subprocess.run(
+        [sys.executable, "-m", "common.dryrun", *args],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=300,
+    )
+
+
+@pytest.fixture
+def shape(tmp_path):
+    """A tiny config.json."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(read_config(FIXTURES / "llama3" / "scaled")))
+    return str(file)
+
+
+def test_the_command_prints_one_devices_share_and_nothing_else(shape, tmp_path):
+    hlo = tmp_path / "step.txt"
+    options = ["--layers", "2", "--mesh", "data=2,tensor=2", "--kv-quant", "int8"]
+    done = command("llama3", "--shape", shape, *options, "--hlo", str(hlo))
+    assert (done.returncode, done.stderr) == (0, "")
+    labels = ["compiled for 4 devices", "weights", "cache", "temporaries", "memory in all"]
+    labels += ["traffic", "flops", "collectives", *["    "] * 3, "  in branches", *["    "] * 4]
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(labels)
+    assert all(line.startswith(label) for line, label in zip(lines, labels, strict=True))
+    assert re.search(r"\n +5 x all-reduce +f32\[4,1,\d+\]\n", done.stdout)
+    assert re.search(r"\ncollectives +7 of 0\.0\d MB\n", done.stdout)
+    assert hlo.read_text().startswith("HloModule jit_generate")
+
+
+def test_the_command_compiles_a_prefill_for_a_tpu_and_prints_nothing_else(shape):
+    options = ["--prefill", "16", "--capacity", "128", "--topology", "v5e:2x2", "--layers", "1"]
+    done = command("llama3", "--shape", shape, *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("compiled for 1 devices")
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--shape", "llama9"], "--shape 'llama9' is neither a file nor one of llama3.2-1b"),
+        (["--topology", "v9:2x2"], "--topology 'v9:2x2': "),
+        (["--topology", "v5e:2x2", "--mesh", "tensor=8"], "tensor=8 needs 8 devices, but only 4"),
+        (["--mesh", "tensor=0"], "--mesh 'tensor=0': expected"),
+        (["--mesh", "tensor=64"], "64 devices, but the model has only"),
+        (["--mesh", "data=3"], "--slots 8 do not divide over data=3"),
+        (["--layers", "0"], "--layers 0: must be at least 1"),
+        (["--implementation", "none"], "unknown implementation 'none'"),
+        (["--hlo", "/nowhere/hlo.txt"], "/nowhere/hlo.txt"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_a_mistake_gets_one_line_and_exit_code_2(shape, args, message):
+    done = command("llama3", "--shape", shape, *args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(f"error: .*{re.escape(message)}.*\n", done.stderr)
+
+
+def test_a_config_that_lacks_a_number_gets_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
+    done = command("llama3", "--shape", str(tmp_path / "config.json"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: --shape '.*config.json' has no '\w+'\n", done.stderr)
+
+
+def test_a_step_that_does_not_fit_gets_one_line():
+    options = ["--shape", "llama3.1-70b", "--layers", "12", "--topology", "v5e:2x2"]
+    done = command("llama3", *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: RESOURCE_EXHAUSTED: .*memory.*\n", done.stderr)
