@@ -127,6 +127,9 @@ def configure_jax(axes: dict[str, int], compile_cache: bool, distributed: bool) 
     """Settings that must come before the first device is touched."""
     import jax
 
+    from common.sharding import quiet_libtpu
+
+    quiet_libtpu()
     need = 1
     for size in axes.values():
         need *= size

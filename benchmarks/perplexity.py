@@ -1,0 +1,120 @@
+"""Perplexity of a text under the precisions that the command line offers: what a format costs.
+
+    python -m benchmarks.perplexity --ckpt DIR --text FILE
+
+The text is cut into windows that are read independently, so the first token of each is not
+scored. Every product, and every read of the cache, is the one that generation uses.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common import cli
+
+
+class Precision(NamedTuple):
+    """One row of the table: the options of the command line that select it."""
+
+    name: str
+    options: tuple[str, ...]
+
+
+PRECISIONS = (
+    Precision("float32", ("--dtype", "float32")),
+    Precision("bfloat16", ("--dtype", "bfloat16")),
+    Precision("int8 weights", ("--dtype", "bfloat16", "--quant", "int8")),
+    Precision(
+        "int8 weights, int8 cache",
+        ("--dtype", "bfloat16", "--quant", "int8", "--kv-quant", "int8"),
+    ),
+)
+
+
+def surprise(weights, tokens_BT, config, mesh, model, cache_dtype):
+    """The sum of -log p(token | the row before it) over all tokens but the first of each row."""
+    import jax
+    import jax.numpy as jnp
+
+    from common.sharding import model_shards
+
+    B, T = tokens_BT.shape
+    cache = model.init_cache(config, B, T, cache_dtype, model_shards(mesh))
+    length_B = jnp.full(B, T, jnp.int32)
+    logits_BTV, _ = model.logits(weights, cache, tokens_BT, length_B, config=config, mesh=mesh)
+    logits_BTV, next_BT = logits_BTV[:, :-1], tokens_BT[:, 1:]
+    chosen_BT = jnp.take_along_axis(logits_BTV, next_BT[..., None], axis=-1)[..., 0]
+    return (jax.nn.logsumexp(logits_BTV, axis=-1) - chosen_BT).sum()
+
+
+def read_windows(source: Any, text: str, limit: int, window: int) -> np.ndarray:
+    """The first `limit` tokens of the text as rows of `window`, without what fills no whole row."""
+    from common.tokenizer import encode
+
+    ids = encode(source.tokenizer, text)[:limit]
+    if window > source.config.max_position_embeddings:
+        most = source.config.max_position_embeddings
+        raise ValueError(f"--window {window} is more than the model's context, {most} tokens")
+    if len(ids) < window:
+        raise ValueError(f"the text has {len(ids)} tokens, fewer than one window of {window}")
+    whole = len(ids) // window * window
+    return np.array(ids[:whole], np.int32).reshape(-1, window)
+
+
+def perplexity(args: argparse.Namespace, precision: Precision) -> tuple[float, int, float]:
+    """(perplexity, tokens scored, seconds) of the text under one precision."""
+    import jax
+
+    options = cli.parser(args.model).parse_args(["--ckpt", args.ckpt, *precision.options])
+    source = cli.open_source(args.model, options, {})
+    text = args.text.read_text(encoding="utf-8")
+    windows = read_windows(source, text, args.tokens, args.window)
+    cache_dtype = cli.make_engine(source, options, need=args.window, prompts=1).cache_dtype
+    weights, _ = cli.load(source, options)
+    sizes = dict(config=source.config, mesh=source.mesh, model=source.model)
+    run = jax.jit(partial(surprise, cache_dtype=cache_dtype, **sizes))
+    began = time.perf_counter()
+    parts = (windows[i : i + args.batch] for i in range(0, len(windows), args.batch))
+    total = sum(float(run(weights, part)) for part in parts)
+    scored = windows.shape[0] * (windows.shape[1] - 1)
+    return math.exp(total / scored), scored, time.perf_counter() - began
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    ap = argparse.ArgumentParser(prog="python -m benchmarks.perplexity", description=__doc__)
+    ap.formatter_class = argparse.RawDescriptionHelpFormatter
+    ap.add_argument("--ckpt", required=True, help="directory or hub id of a published checkpoint")
+    ap.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text")
+    ap.add_argument("--tokens", type=int, default=8192, metavar="N", help="read at most so many")
+    ap.add_argument("--window", type=int, default=512, metavar="T", help="tokens of context")
+    ap.add_argument("--batch", type=int, default=2, metavar="B", help="windows read together")
+    ap.add_argument("--model", default="llama3", help="package of the model")
+    args = ap.parse_args(argv)
+    try:
+        if args.window < 2 or args.batch < 1:
+            raise ValueError("--window must be at least 2, and --batch at least 1")
+        cli.configure_jax({}, compile_cache=True, distributed=False)
+        results = []
+        for precision in PRECISIONS:
+            sys.stderr.write(f"{precision.name} ...\n")
+            results.append(perplexity(args, precision))
+    except (ValueError, OSError) as error:
+        sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
+        sys.exit(2)
+    name = Path(args.ckpt).name
+    print(f"{name} on {args.text.name}: {results[0][1]} tokens scored, windows of {args.window}\n")
+    print("| precision | perplexity | change |\n|---|---|---|")
+    for precision, (value, _, _) in zip(PRECISIONS, results, strict=True):
+        change = "" if precision is PRECISIONS[0] else f"{100 * (value / results[0][0] - 1):+.2f} %"
+        print(f"| {precision.name} | {value:.4f} | {change} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The benchmarks run, on the embedded model, and say what they promise; speed is not tested."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+
+
+def run(module, *words):
+    argv = [sys.executable, "-m", f"benchmarks.{module}", *map(str, words)]
+    return subprocess.run(
+        argv, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=300
+    )
+
+
+def test_generation_is_measured_at_every_point_and_against_the_floor(tmp_path):
+    sizes = ["--batch", 1, 2, "--steps", 4, "--prefill", 32, "--rounds", 2]
+    done = run("generate", "--ckpt", "llama3/embedded", *sizes, "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
+    for row in ("decode, batch 1", "decode, batch 2", "prefill 32", "load", "peak memory"):
+        assert re.search(rf"\| {row}.*\| [\d.]+", done.stdout), done.stdout
+    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    for name, point in result["points"].items():
+        (measured,) = point["settings"].values()
+        assert measured["low"] <= measured["median"] <= measured["high"]
+        assert ("of_floor" in measured) == name.startswith("decode")
+    rounds = result["rounds"]["decode, batch 2"]["folio"]
+    assert len(rounds) == 2 and all(len(r["tokens"]) == 4 + 2 for r in rounds)
+
+
+def test_perplexity_of_the_embedded_model_grows_a_little_as_precision_falls(tmp_path):
+    text = "KING.\nWhat is the matter, and where is the Duke?\n\nDUKE.\nI am here, my lord.\n\n" * 20
+    (tmp_path / "play.txt").write_text(text)
+    options = ["--text", tmp_path / "play.txt", "--tokens", 256, "--window", 128]
+    done = run("perplexity", "--ckpt", "llama3/embedded", *options)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^\| (\S.*?) \| ([\d.]+) \|", done.stdout, re.MULTILINE)
+    assert [name for name, _ in rows][0] == "float32" and len(rows) == 4
+    exact, *others = (float(value) for _, value in rows)
+    assert 1 < exact < 2048 and all(0.98 < x / exact < 1.1 for x in others)
+    assert "254 tokens scored" in done.stdout
+
+
+def test_a_mistake_is_one_line(tmp_path):
+    for done in (
+        run("generate", "--ckpt", tmp_path, "--rounds", 1),
+        run("perplexity", "--ckpt", "llama3/embedded", "--text", tmp_path / "none.txt"),
+    ):
+        assert done.returncode == 2
+        assert re.fullmatch(r"((?!error).*\n)*error: [^\n]+\n", done.stderr), done.stderr
