@@ -7,6 +7,7 @@ summary and errors go to stderr. A user's mistake gets one line and exit code 2.
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -123,13 +124,23 @@ def parse_mesh(text: str) -> dict[str, int]:
     return axes
 
 
+def has_accelerator() -> bool:
+    """Whether this machine may have a device besides its CPU; only asked where libtpu, which comes
+    with the tests, would go looking for a TPU."""
+    if importlib.util.find_spec("libtpu") is None:
+        return True
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    google = any(file.read_text().strip() == "0x1ae0" for file in vendors)
+    return google or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
+
+
 def configure_jax(axes: dict[str, int], compile_cache: bool, distributed: bool) -> None:
     """Settings that must come before the first device is touched."""
     import jax
 
-    from common.sharding import quiet_libtpu
-
-    quiet_libtpu()
+    if not os.environ.get("JAX_PLATFORMS") and not has_accelerator():
+        # A libtpu that finds no TPU complains at length, and crashes the profiler.
+        jax.config.update("jax_platforms", "cpu")
     need = 1
     for size in axes.values():
         need *= size

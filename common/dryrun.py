@@ -12,6 +12,7 @@ import argparse
 import importlib
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -28,10 +29,16 @@ from jax.sharding import PartitionSpec as P
 
 from common.checkpoint import random_weights
 from common.quant import INT8, Form, specs_like
-from common.sharding import DATA, make_mesh, model_shards, quiet_libtpu
+from common.sharding import DATA, make_mesh, model_shards
 
 # What libtpu reads when it is loaded: no question to a metadata server, no complaint that the host
 # is not a TPU's, and several dry runs at once.
+TPU_ENVIRONMENT = dict(
+    TPU_SKIP_MDS_QUERY="1",
+    TPU_ACCELERATOR_TYPE="v5litepod-1",
+    TPU_WORKER_HOSTNAMES="localhost",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="true",
+)
 
 
 class Collective(NamedTuple):
@@ -345,7 +352,8 @@ def devices_of(topology: str) -> Sequence[Any]:
     """Devices to compile for: of a TPU topology such as "v5e:4x4", or this host's for "cpu"."""
     if topology == "cpu":
         return jax.devices("cpu")
-    quiet_libtpu()
+    for name, value in TPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     from jax.experimental import topologies
 
     try:

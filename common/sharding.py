@@ -5,9 +5,7 @@ vocabulary are split over `MODEL = ("expert", "tensor")` together; mixture-of-ex
 their experts over `expert` and each expert's inner width over `tensor`.
 """
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -36,20 +34,6 @@ def make_mesh(
         )
     grid = np.array(devices[:need]).reshape(data, expert, tensor)
     return Mesh(grid, (DATA, *MODEL), axis_types=(AxisType.Auto,) * 3)
-
-
-def quiet_libtpu() -> None:
-    """What libtpu would ask the network about, and complain of, on a machine that has no TPU."""
-    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
-    if any(file.read_text().strip() == "0x1ae0" for file in vendors):  # Google's
-        return
-    for name, value in dict(
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_ACCELERATOR_TYPE="v5litepod-1",
-        TPU_WORKER_HOSTNAMES="localhost",
-        ALLOW_MULTIPLE_LIBTPU_LOAD="true",  # it takes no TPU, so several may
-    ).items():
-        os.environ.setdefault(name, value)
 
 
 def model_shards(mesh: Mesh) -> int:

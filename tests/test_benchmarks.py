@@ -34,13 +34,13 @@ def test_generation_is_measured_at_every_point_and_against_the_floor(tmp_path):
 
 
 def test_perplexity_of_the_embedded_model_grows_a_little_as_precision_falls(tmp_path):
-    text = "KING.\nWhat is the matter, and where is the Duke?\n\nDUKE.\nI am here, my lord.\n\n" * 20
+    text = "KING.\nWhat is the matter, and where is he?\n\nDUKE.\nI am here, my lord.\n\n" * 20
     (tmp_path / "play.txt").write_text(text)
     options = ["--text", tmp_path / "play.txt", "--tokens", 256, "--window", 128]
     done = run("perplexity", "--ckpt", "llama3/embedded", *options)
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^\| (\S.*?) \| ([\d.]+) \|", done.stdout, re.MULTILINE)
-    assert [name for name, _ in rows][0] == "float32" and len(rows) == 4
+    assert rows[0][0] == "float32" and len(rows) == 4
     exact, *others = (float(value) for _, value in rows)
     assert 1 < exact < 2048 and all(0.98 < x / exact < 1.1 for x in others)
     assert "254 tokens scored" in done.stdout

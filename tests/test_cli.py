@@ -124,6 +124,22 @@ def test_a_second_run_finds_its_programs_compiled(run):
     assert compiled("--no-compile-cache") > cold / 2
 
 
+def test_a_profile_is_written_by_a_user_who_has_set_nothing(environment, tmp_path):
+    """libtpu comes with the tests; where there is no TPU it must stay silent, and not crash."""
+    set_here = ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY")
+    done = subprocess.run(
+        [sys.executable, "-m", "llama3.main", "--max-new-tokens", "4", "--profile", str(tmp_path)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={k: v for k, v in environment.items() if k not in set_here},
+        timeout=300,
+    )
+    assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
 def test_an_instruct_checkpoint_gets_its_template_unless_raw(run, instruct):
     args = [
         "--ckpt",
