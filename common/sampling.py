@@ -73,7 +73,8 @@ def sample(
     """Token ids [B] int32, equal on all devices of `axes`, over which f32 logits are split in V.
 
     A token depends on its slot's logits, parameters and position alone. Ids >= vocab_size are
-    padding and never sampled. NaN counts as -inf; a slot of nothing else gets some valid id.
+    padding and never sampled. NaN counts as -inf, and +inf as the largest float; a slot of nothing
+    but -inf gets some valid id.
     """
     V = logits_BV.shape[1]
     ids = V * lax.axis_size(axes)
