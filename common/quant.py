@@ -137,3 +137,55 @@ def out_features(w: Any) -> int:
     if isinstance(w, Transposed):
         return w.values.shape[1]
     return (w.values if isinstance(w, Int8) else w).shape[0]
+
+
+FP8_BLOCK = 128  # rows and columns of a published fp8 matrix that share a scale
+MXFP4_GROUP = 32  # neighbours in a row that share a scale
+
+
+class Fp8(NamedTuple):
+    """Matrices [.., N, K] in 8-bit floats, each scaled in blocks of 128 by 128 from the top left.
+
+    The last block of a row or column of blocks may be partial.
+    """
+
+    values: Any  # float8_e4m3fn [.., N, K]
+    scale: Any  # float32 [.., ceil(N / 128), ceil(K / 128)], which multiplies
+
+
+class Mxfp4(NamedTuple):
+    """Matrices [.., N, K] in 4-bit floats, each row scaled in groups of 32.
+
+    A code is a sign, two bits of exponent and one of mantissa. A byte holds two neighbours of a
+    row, the earlier one in its low bits. A scale is the exponent of a power of two, plus 127.
+    """
+
+    values: Any  # uint8 [.., N, K / 2]
+    scale: Any  # uint8 [.., N, K / 32]
+
+
+def dequantize_fp8(w: Fp8) -> jax.Array:
+    """The float32 matrices [.., N, K]."""
+    N, K = w.values.shape[-2:]
+    scale = w.scale.repeat(FP8_BLOCK, -2)[..., :N, :].repeat(FP8_BLOCK, -1)[..., :K]
+    return w.values.astype(jnp.float32) * scale
+
+
+def dequantize_mxfp4(w: Mxfp4) -> jax.Array:
+    """The float32 matrices [.., N, K]."""
+    *lead, groups = w.scale.shape
+    byte = w.values.astype(jnp.int32).reshape(*lead, groups, MXFP4_GROUP // 2, 1)
+    codes = (byte >> jnp.array([0, 4])) & 15
+    return (e2m1(codes) * e8m0(w.scale)[..., None, None]).reshape(*lead, -1)
+
+
+def e2m1(code: jax.Array) -> jax.Array:
+    """float32 of 4-bit floats, given as int32 in 0 .. 15."""
+    # The eight magnitudes 0, 1/2, 1, 3/2, 2, 3, 4 and 6 are half the hexadecimal digits of this.
+    doubled = (jnp.uint32(0xC8643210) >> (4 * (code & 7)).astype(jnp.uint32)) & 15
+    return jnp.where(code < 8, 0.5, -0.5) * doubled.astype(jnp.int32).astype(jnp.float32)
+
+
+def e8m0(exponent: jax.Array) -> jax.Array:
+    """float32 powers of two of uint8 exponents in 1 .. 254; 0 gives 0 and 255 infinity."""
+    return lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)

@@ -384,7 +384,8 @@ def generate(
 
     pick = partial(sample, vocab_size=config.vocab_size, axes=MODEL)
     in_specs = (specs_like(weights, weight_specs(config)), STATE_SPEC)
-    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=(STATE_SPEC, P(DATA)))
+    out_specs, check = (STATE_SPEC, P(DATA)), implementation in KERNEL_FREE
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
     return run(weights, state)
 
 

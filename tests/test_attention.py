@@ -22,7 +22,7 @@ BF16_RTOL = (
     0.015  # of the largest output; reached: 0.008, where rounding it alone costs up to 0.004
 )
 DECODE_FORMS = ("reference", "blocked", None)
-PREFILL_FORMS = ("reference", "blocked", "splash", None)
+PREFILL_FORMS = ("reference", "blocked", "tpu", None)
 BOTH = ("reference", "blocked")
 
 
@@ -278,7 +278,7 @@ def test_prefill_attention_computes_the_formula_whatever_lies_past_the_lengths(
     assert o.dtype == case.dtype
     position_BT = inputs.arrays["lengths_B"][:, None] - case.T + np.arange(case.T)
     assert not o[position_BT < 0].any() and np.isfinite(o.astype(np.float32)).all()
-    if implementation == "splash":  # what padding past the cache gets there is of no use to anyone
+    if implementation == "tpu":  # what padding past the cache gets there is of no use to anyone
         o[position_BT >= case.S] = inputs.o[position_BT >= case.S]
     assert_close(o, inputs.o, **bound(case), what=f"{case} {implementation}")
 
@@ -459,7 +459,7 @@ def test_heads_split_over_eight_devices_give_the_same(attend, implementation):
         mesh=make_mesh(data=2, expert=2, tensor=2),
         in_specs=({x: layout[x] for x in inputs.arrays},),
         out_specs=out if attend is prefill else (out, out),
-        check_vma=implementation != "splash",
+        check_vma=implementation != "tpu",
     )
     got = jax.jit(run)(inputs.arrays)
     assert_close(got if attend is prefill else got[0], inputs.o, atol=F32_ATOL)
@@ -521,4 +521,4 @@ def test_query_heads_that_do_not_divide_by_the_cache_heads_are_refused(attend):
 def test_an_unknown_implementation_is_refused_with_those_there_are(attend):
     message = refusal(attend, implementation="flash")
     assert "'flash'" in message and "'reference', 'blocked'" in message
-    assert ("'splash'" in message) == (attend is prefill_attention)
+    assert "'tpu'" in message

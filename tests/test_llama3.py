@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close
-from engine import FIXTURES, SLOTS, Request, empty_cache, forward, goldens, load, plant_nan, serve
+from engine import (
+    CAPACITY,
+    FIXTURES,
+    SLOTS,
+    Request,
+    empty_cache,
+    forward,
+    goldens,
+    load,
+    plant_nan,
+    serve,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,13 +59,13 @@ def prompt_logits(engine, variant, dtype=jnp.float32, implementation=None):
     ]
 
 
-def stepwise_logits(engine, variant, dtype=jnp.float32, implementation=None):
+def stepwise_logits(engine, variant, dtype=jnp.float32, implementation=None, capacity=CAPACITY):
     """The same token by token: slots start at different times, are empty before, and empty again
     when they are done."""
     prompts = goldens("llama3", variant)
     begin = (20, 7, 40, 13, 5)
     out = [[] for _ in prompts]
-    cache = empty_cache(engine, SLOTS, dtype=dtype)
+    cache = empty_cache(engine, SLOTS, capacity, dtype)
     for step in range(max(b + len(p.tokens) for b, p in zip(begin, prompts, strict=True))):
         token_B, length_B, live = np.full(SLOTS, 9), np.zeros(SLOTS, np.int32), []
         for i, (row, prompt) in enumerate(zip(ROWS, prompts, strict=True)):
@@ -204,6 +215,21 @@ def test_the_reference_equals_the_default_implementation(steps, cache):
         assert_close(got, want, atol=F32_ATOL)
 
 
+@pytest.mark.parametrize("cache", [jnp.float32, jnp.int8], ids=["f32", "int8"])
+def test_the_tpu_kernel_gives_the_reference_s_logits(cache):
+    """Interpreted, token by token, in 128 positions: what the kernel reads at least."""
+    engine, capacity = load("llama3", "tied"), 128
+    got, want = (
+        stepwise_logits(engine, "tied", cache, form, capacity) for form in ("tpu", "reference")
+    )
+    # A number of an int8 cache that lies between two steps may be rounded to the other one.
+    atol = F32_ATOL if cache == jnp.float32 else 0.01
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, atol=atol)
+    if cache == jnp.float32:
+        assert_golden(got, "tied", atol=F32_ATOL)
+
+
 def test_gradients_of_the_reference_match_finite_differences():
     """Along a random direction through all weights at once, on two devices."""
     engine = load("llama3", "tied", "tensor=2")
@@ -247,7 +273,12 @@ def test_a_body_that_misses_a_reduction_is_refused(monkeypatch):
     state = model.init_state(engine.config, SLOTS, 77, jnp.float32, engine.shards)
     with pytest.raises(ValueError, match="varying"):
         jax.eval_shape(
-            functools.partial(model.generate.__wrapped__, config=engine.config, mesh=engine.mesh),
+            functools.partial(
+                model.generate.__wrapped__,
+                config=engine.config,
+                mesh=engine.mesh,
+                implementation="blocked",
+            ),
             engine.weights,
             state,
         )

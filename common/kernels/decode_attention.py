@@ -7,9 +7,16 @@ The cost is that of reading the filled cache once; the work is a few rows agains
 is the bound.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
+from common.kernels.decode_attention_gpu import decode_attention_gpu
+from common.kernels.decode_attention_gpu import unsupported as gpu_refuses
+from common.kernels.decode_attention_tpu import decode_attention_tpu
+from common.kernels.decode_attention_tpu import unsupported as tpu_refuses
+from common.kernels.dispatch import Kernel, dispatch
 from common.kernels.reference import attention_reference, attention_xla
 
 Array = jax.Array
@@ -35,7 +42,8 @@ def ragged_decode_attention(
     Args:
       q_BTNH: queries, the last T of the slot's positions; N = G * K heads, head n reads cache head
         n // G.
-      k_BKSH: cached keys, f32, bf16 or int8; positions at or past `lengths` may hold anything.
+      k_BKSH: cached keys, f32, bf16, int8 or fp8 (e4m3); positions at or past `lengths` may hold
+        anything.
       v_BKSH: cached values, or None when they are the first `v_dim` columns of the keys (a latent
         cache).
       lengths_B: int32, positions that are filled, the T new ones included; 0 is an empty slot.
@@ -46,7 +54,10 @@ def ragged_decode_attention(
       sinks_N: one logit per query head that joins the softmax and has no value.
       return_lse: also return log sum exp of the scaled logits [B, T, N], with which parts of a
         cache that lies on several devices are merged; -inf where nothing was seen.
-      implementation: "reference", "blocked", or None to choose by platform.
+      implementation: "reference"; "blocked"; "tpu" (queries in f32 or bf16, a capacity that is a
+        multiple of 128, or small) or "gpu" (Hopper; queries in bf16; heads of a multiple of 16, of
+        32 if they are stored in 8 bits), which elsewhere are interpreted (for tests); or None to
+        choose: the platform's kernel if it takes these arrays, else "blocked".
 
     Returns [B, T, N, Hv] in q's dtype; an empty slot gives zeros.
     """
@@ -61,21 +72,29 @@ def ragged_decode_attention(
     B, T = q_BTNH.shape[:2]
     starts = jnp.zeros((B,), jnp.int32) if starts is None else starts
     starts_BT = jnp.broadcast_to(starts if starts.ndim == 2 else starts[:, None], (B, T))
-    v_BKSH = k_BKSH[..., :v_dim] if v_BKSH is None else v_BKSH
-    forms = {None: attention_xla, "blocked": attention_xla, "reference": attention_reference}
-    if implementation not in forms:
-        raise ValueError(
-            f"unknown implementation {implementation!r}: use 'reference', 'blocked' or None"
-        )
-    o, lse = forms[implementation](
-        q_BTNH,
-        k_BKSH,
-        v_BKSH,
-        lengths_B,
-        starts_BT,
-        scale=scale,
-        k_scale_BKS=k_scale_BKS,
-        v_scale_BKS=v_scale_BKS,
-        sinks_N=sinks_N,
+    scales = dict(k_scale_BKS=k_scale_BKS, v_scale_BKS=v_scale_BKS)
+    plain = {
+        name: partial(_plain, form, scale=scale, v_dim=v_dim)
+        for name, form in dict(reference=attention_reference, blocked=attention_xla).items()
+    }
+    on_tpu, on_gpu = (
+        partial(_kernel, kernel, scale=scale, v_dim=v_dim)
+        for kernel in (decode_attention_tpu, decode_attention_gpu)
     )
+    cache = q_BTNH, k_BKSH, v_BKSH, k_scale_BKS
+    kernels = dict(
+        tpu=Kernel("tpu", on_tpu, tpu_refuses(*cache, v_scale_BKS)),
+        gpu=Kernel("cuda", on_gpu, gpu_refuses(*cache, v_dim)),
+    )
+    args = (q_BTNH, k_BKSH, v_BKSH, lengths_B, starts_BT, scales | dict(sinks_N=sinks_N))
+    o, lse = dispatch(implementation, args, plain, kernels)
     return (o, lse) if return_lse else o
+
+
+def _plain(form, q, k, v, lengths_B, starts_BT, arrays, *, v_dim, scale):
+    v = k[..., :v_dim] if v is None else v
+    return form(q, k, v, lengths_B, starts_BT, scale=scale, **arrays)
+
+
+def _kernel(kernel, q, k, v, lengths_B, starts_BT, arrays, **options):
+    return kernel(q, k, v, lengths_B, starts_BT, **arrays, **options)

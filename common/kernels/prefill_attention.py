@@ -53,9 +53,9 @@ def prefill_attention(
         at positions past the cache are padding, whose output means nothing and disturbs no other.
       scale: multiplies q . k.
       k_scale_BKS, v_scale_BKS: float32 scales of an int8 cache, one per token and head.
-      implementation: "reference"; "blocked"; "splash", which off TPU is interpreted (for tests); or
-        None to choose: splash for bf16 queries on TPU, else blocked (splash multiplies float32 in
-        bf16).
+      implementation: "reference"; "blocked"; "tpu" (splash), which elsewhere is interpreted (for
+        tests); "gpu", which is blocked; or None to choose: splash for bf16 queries on TPU, else
+        blocked (splash multiplies float32 in bf16).
 
     Returns [B, T, N, H] in q's dtype; queries before position 0 give zeros.
     """
@@ -64,12 +64,12 @@ def prefill_attention(
             f"{q_BTNH.shape[2]} query heads cannot share {k_BKSH.shape[1]} cache heads evenly"
         )
     forms: dict[str | None, Any] = dict(
-        reference=_reference, blocked=_blocked, splash=_splash_anywhere
+        reference=_reference, blocked=_blocked, tpu=_splash_anywhere, gpu=_blocked
     )
     forms[None] = _blocked
     if implementation not in forms:
         raise ValueError(
-            f"unknown implementation {implementation!r}: use 'reference', 'blocked', 'splash', None"
+            f"unknown implementation {implementation!r}: use {', '.join(map(repr, forms))}"
         )
     args = (q_BTNH, k_BKSH, v_BKSH, lengths_B, k_scale_BKS, v_scale_BKS)
     if implementation is None and q_BTNH.dtype == jnp.bfloat16:

@@ -1,0 +1,340 @@
+"""How near the shared kernels come to the speed at which this machine copies memory.
+
+    python -m benchmarks.kernels [--kernel decode_attention] [--dtype int8] [--batch 1 8]
+
+Runs wherever it is started. Every case is first compared with the reference, at a size that the
+reference can bear, and only timed if it agrees. Its floor is the bytes that must be read over the
+measured copy bandwidth; beside it stand, where the machine has them, the alternatives of JAX and
+torch for the same arrays. Cases larger than --gigabytes are left out by name.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from common.kernels.decode_attention import ragged_decode_attention
+from common.kernels.ragged_dot import ragged_dot
+from common.quant import Fp8, Int8, Mxfp4, quantize_rows
+
+BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
+BOUND = dict(bf16=0.02, int8=0.03, fp8=0.02, mxfp4=0.02)  # of the largest number of the reference
+
+
+class Heads(NamedTuple):
+    query: int
+    kv: int
+    width: int  # of a cached key
+    v_dim: int | None = None  # of a latent cache
+
+
+class Experts(NamedTuple):
+    number: int
+    active: int  # a token
+    n: int
+    k: int
+
+
+ATTENTION = {
+    "llama3.1-8b": Heads(32, 8, 128),
+    "llama3.1-70b": Heads(64, 8, 128),
+    "qwen3-30b-a3b": Heads(32, 4, 128),
+    "deepseek-r1": Heads(128, 1, 576, 512),
+}
+EXPERTS = {
+    "qwen3-30b-a3b gate": Experts(128, 8, 768, 2048),
+    "qwen3-30b-a3b down": Experts(128, 8, 2048, 768),
+    "gpt-oss-20b gate, up": Experts(32, 4, 5760, 2880),
+    "gpt-oss-120b gate, up": Experts(128, 4, 5760, 2880),
+    "deepseek-r1 gate": Experts(256, 8, 2048, 7168),
+    "deepseek-r1 down": Experts(256, 8, 7168, 2048),
+}
+
+
+class Case(NamedTuple):
+    name: str
+    dtype: str
+    bytes: int  # that must be read or written
+    stored: int  # bytes of its arrays
+    make: Callable[[], Any]  # arguments of run
+    run: Callable[..., Any]
+    others: dict[str, Callable[..., Any]]  # of the same arguments
+    check: Callable[[], float]  # the error, as a part of the largest number
+
+
+# ---- cases
+
+
+def relative(got: Any, want: Any) -> float:
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+def make_attention(heads: Heads, dtype: str, batch: int, length: int, capacity: int) -> Any:
+    """q, k, v, lengths, k_scale, v_scale; v and scales may be None."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shape = (batch, heads.kv, capacity, heads.width)
+    q = jax.random.normal(keys[0], (batch, 1, heads.query, heads.width), BF16)
+    store = jax.jit(partial(_stored, shape, dtype))
+    k, k_scale = store(keys[1])
+    v, v_scale = (None, k_scale) if heads.v_dim else store(keys[2])
+    return q, k, v, jnp.full(batch, length, jnp.int32), k_scale, v_scale
+
+
+def _stored(shape: tuple[int, ...], dtype: str, key: Any) -> tuple[Any, Any]:
+    x = jax.random.normal(key, shape, BF16)
+    if dtype == "bf16":
+        return x, None
+    values, scale = quantize_rows(x)
+    return (values if dtype == "int8" else x.astype(FP8)), (scale if dtype == "int8" else None)
+
+
+def attend(heads: Heads, q, k, v, lengths_B, k_scale, v_scale, implementation=None):
+    options = dict(v_dim=heads.v_dim, implementation=implementation)
+    options |= dict(k_scale_BKS=k_scale, v_scale_BKS=v_scale)
+    return ragged_decode_attention(q, k, v, lengths_B, scale=heads.width**-0.5, **options)
+
+
+def jax_attention(implementation: str, q, k, v, lengths_B, k_scale, v_scale):
+    k, v = (x.swapaxes(1, 2) for x in (k, v))
+    options = dict(key_value_seq_lengths=lengths_B, implementation=implementation)
+    return jax.nn.dot_product_attention(q, k, v, **options)
+
+
+def attention_case(name: str, heads: Heads, dtype: str, batch: int, length: int) -> Case:
+    arrays = 1 if heads.v_dim else 2
+    row = heads.width * (2 if dtype == "bf16" else 1) + 4 * (dtype == "int8")
+    cache = batch * heads.kv * length * row * arrays
+    ends = batch * heads.query * (heads.width + (heads.v_dim or heads.width)) * 2
+    others = {}
+    if dtype == "bf16" and not heads.v_dim:
+        forms = ("xla", "cudnn") if jax.default_backend() == "gpu" else ("xla",)
+        others = {f"jax.nn {form}": partial(jax_attention, form) for form in forms}
+
+    def check() -> float:
+        args = make_attention(heads, dtype, min(batch, 2), min(length, 400), 512)
+        return relative(
+            *(jax.jit(partial(attend, heads, implementation=i))(*args) for i in (None, "reference"))
+        )
+
+    return Case(
+        f"{name}, batch {batch}, length {length}",
+        dtype,
+        cache + ends,
+        cache + ends,
+        partial(make_attention, heads, dtype, batch, length, length),
+        partial(attend, heads),
+        others,
+        check,
+    )
+
+
+def make_experts(shape: Experts, dtype: str, tokens: int) -> Any:
+    """x, w and the sizes of the groups, of which the first ones are full and the rest empty."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    E, N, K = shape.number, shape.n, shape.k
+    sizes = np.bincount(np.arange(tokens * shape.active) % active(shape, tokens), minlength=E)
+    x = jax.random.normal(keys[0], (tokens * shape.active, K), BF16)
+    bits = partial(jax.random.bits, keys[1], dtype=jnp.uint8)
+    if dtype == "bf16":
+        w: Any = jax.random.normal(keys[1], (E, N, K), BF16)
+    elif dtype == "int8":
+        w = Int8(bits((E, N, K)).astype(jnp.int8), jnp.full((E, N), 0.01))
+    elif dtype == "fp8":
+        scale = jnp.full((E, -(-N // 128), -(-K // 128)), 0.01)
+        w = Fp8((bits((E, N, K)) & 0xBF).view(FP8), scale)
+    else:
+        w = Mxfp4(bits((E, N, K // 2)), jnp.full((E, N, K // 32), 125, jnp.uint8))
+    return x, w, jnp.asarray(sizes, jnp.int32)
+
+
+def active(shape: Experts, tokens: int) -> int:
+    """Experts that have rows when the router is fair."""
+    return min(
+        shape.number,
+        max(1, round(shape.number * (1 - (1 - shape.active / shape.number) ** tokens))),
+    )
+
+
+def dense_ragged_dot(x, w, sizes):
+    return lax.ragged_dot(x, w.swapaxes(1, 2), sizes)
+
+
+def experts_case(name: str, shape: Experts, dtype: str, tokens: int) -> Case:
+    number = {"bf16": 2.0, "int8": 1 + 4 / shape.k, "fp8": 1.0, "mxfp4": 0.5 + 1 / 32}[dtype]
+    matrix = shape.n * shape.k * number
+    rows = tokens * shape.active * (shape.n + shape.k) * 2
+    others = {"lax.ragged_dot": dense_ragged_dot} if dtype == "bf16" else {}
+
+    def check() -> float:
+        small = shape._replace(number=min(shape.number, 4), active=2)
+        args = make_experts(small, dtype, min(tokens, 64))
+        return relative(
+            *(jax.jit(partial(ragged_dot, implementation=i))(*args) for i in (None, "reference"))
+        )
+
+    return Case(
+        f"{name}, {tokens} tokens",
+        dtype,
+        int(matrix * active(shape, tokens)) + rows,
+        int(matrix * shape.number) + rows,
+        partial(make_experts, shape, dtype, tokens),
+        ragged_dot,
+        others,
+        check,
+    )
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    for dtype in args.dtype:
+        if args.kernel in (None, "decode_attention") and dtype != "mxfp4":
+            for name, heads in ATTENTION.items():
+                for batch in args.batch:
+                    for length in args.length:
+                        yield attention_case(name, heads, dtype, batch, length)
+        if args.kernel in (None, "ragged_dot"):
+            for name, shape in EXPERTS.items():
+                for tokens in args.tokens:
+                    yield experts_case(name, shape, dtype, tokens)
+
+
+# ---- measuring
+
+
+def seconds(run: Callable[..., Any], args: Any, repeats: int) -> float:
+    """Of one call, when calls follow each other without a pause: the median of some series."""
+    run = jax.jit(run)
+    jax.block_until_ready(run(*args))
+    series = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(repeats):
+            last = run(*args)
+        jax.block_until_ready(last)
+        series.append((time.perf_counter() - began) / repeats)
+    return statistics.median(series)
+
+
+def copy_bandwidth(gigabytes: float, repeats: int) -> float:
+    """Bytes per second, read and written, of a copy that no cache holds."""
+    x = jnp.zeros(int(gigabytes * 2**30) // 4, jnp.int32)
+    return 2 * x.nbytes / seconds(lambda x: x + 1, (x,), repeats)
+
+
+def torch_others(case: Case, args: Any) -> dict[str, float]:
+    """Seconds of torch's own, where it is installed and takes these arrays."""
+    if importlib.util.find_spec("torch") is None or case.dtype != "bf16":
+        return {}
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    give = lambda x: (
+        torch.from_numpy(np.asarray(x.view(jnp.uint16)).copy()).view(torch.bfloat16).to(device)
+    )
+
+    def clock(run: Callable[[], Any]) -> float:
+        wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+        run(), wait()
+        began = time.perf_counter()
+        for _ in range(10):
+            run()
+        wait()
+        return (time.perf_counter() - began) / 10
+
+    if case.run is ragged_dot:
+        if device == "cpu":
+            return {}
+        x, w, sizes = args
+        ends = torch.tensor(np.cumsum(sizes), dtype=torch.int32, device=device)
+        x, w = give(x), give(w).transpose(1, 2)
+        return {"torch._grouped_mm": clock(lambda: torch._grouped_mm(x, w, offs=ends))}
+    q, k, v = args[:3]
+    if v is None:
+        return {}
+    q, k, v = give(q.swapaxes(1, 2)), give(k), give(v)
+    sdpa = partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    return {"torch SDPA": clock(lambda: sdpa(q, k, v))}
+
+
+def measure(case: Case, bandwidth: float, repeats: int) -> dict[str, Any]:
+    """ValueError when the kernel is wrong."""
+    error = case.check()
+    if not error <= BOUND[case.dtype]:
+        raise ValueError(f"{case.name}, {case.dtype}: wrong by {error:.3g} of the largest number")
+    args = case.make()
+    own = seconds(case.run, args, repeats)
+    others = {name: seconds(run, args, repeats) for name, run in case.others.items()}
+    others |= torch_others(case, args)
+    return dict(
+        case=case.name,
+        dtype=case.dtype,
+        error=error,
+        seconds=own,
+        of_copy=case.bytes / bandwidth / own,
+        others={name: other / own for name, other in others.items()},
+    )
+
+
+def show(r: dict[str, Any]) -> str:
+    others = ", ".join(f"{name} {ratio:.2f} x" for name, ratio in r["others"].items())
+    time_us = "" if jax.default_backend() == "cpu" else f"{1e6 * r['seconds']:.0f}"
+    cells = (r["case"], r["dtype"], f"{100 * r['of_copy']:.0f} %", time_us, others)
+    return f"| {' | '.join(cells)} | {r['error']:.1g} |"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    ap = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    ap.formatter_class = argparse.RawDescriptionHelpFormatter
+    cpu = jax.default_backend() == "cpu"
+    ap.add_argument("--kernel", choices=["decode_attention", "ragged_dot"], help="default: both")
+    dtypes = ["bf16", "int8", "fp8", "mxfp4"]
+    ap.add_argument("--dtype", nargs="+", choices=dtypes, default=dtypes)
+    ap.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64], metavar="B")
+    ap.add_argument("--length", nargs="+", type=int, default=[512, 8192, 32768], metavar="S")
+    ap.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 64, 512], metavar="M")
+    ap.add_argument("--gigabytes", type=float, default=0.3 if cpu else 16.0, help="of a case")
+    ap.add_argument("--repeats", type=int, default=3 if cpu else 50, metavar="R")
+    ap.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
+    args = ap.parse_args(argv)
+    if min(*args.batch, *args.length, *args.tokens, args.repeats) < 1 or args.gigabytes <= 0:
+        ap.error("sizes, --repeats and --gigabytes must be positive")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    bandwidth = copy_bandwidth(min(1.0, args.gigabytes), args.repeats)
+    device = jax.devices()[0].device_kind
+    print(f"{device}, jax {jax.__version__}; copies {bandwidth / 1e9:.1f} GB/s\n")
+    print("| case | dtype | of copy bandwidth | us | time of others | error |")
+    print("|---|---|---|---|---|---|")
+    results, left_out = [], []
+    for case in cases(args):
+        if case.stored > args.gigabytes * 2**30:
+            left_out.append(f"{case.name}, {case.dtype} ({case.stored / 2**30:.1f} GiB)")
+            continue
+        try:
+            results.append(measure(case, bandwidth, args.repeats))
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        print(show(results[-1]), flush=True)
+    if left_out:
+        print(f"\nLarger than --gigabytes {args.gigabytes:g}, left out: {'; '.join(left_out)}")
+    if args.json:
+        facts = dict(device=device, jax=jax.__version__, copy_bytes_per_s=bandwidth)
+        args.json.write_text(json.dumps(facts | dict(results=results), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Ragged dot for few rows on NVIDIA Hopper, in Mosaic GPU.
+
+    grid (tile s of an expert's rows, 64 rows n of its matrix [N, K])
+
+Few rows are bound by reading the matrices of the experts that have some, so the product is turned
+around: y^T = w x^T, where 64 rows of w are what a tensor core multiplies at once, and x adds as few
+columns as there are rows. A block of threads walks along K, 128 columns at a time, through a ring
+of asynchronous copies of both. int8 and fp8 go through registers into bf16. An expert without rows
+has no tile, so its matrix is not read.
+
+Tiles begin at multiples of 8 rows, where the copy engine can: a tile may hold rows of neighbours,
+whose results nobody takes. Rows, matrices and results may end inside a tile: the copy engine reads
+zeros and drops what lies outside.
+
+With many rows per expert this form is correct and slow: it reads x once per 64 columns of y.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from common.kernels.hopper import (
+    NARROW,
+    OVERHEAD,
+    ROWS,
+    SHARED,
+    WIDE,
+    add_product,
+    compiler_params,
+    interpreter,
+    matrix,
+    plgpu,
+    product,
+    through_ring,
+    unsupported_here,
+    upcast,
+)
+from common.quant import FP8_BLOCK, Fp8, Int8
+
+Array = jax.Array
+
+COLUMNS = FP8_BLOCK  # of x and w at a time: those that share a scale of fp8
+ALIGNMENT = 8  # rows
+MIN_ROWS, MAX_ROWS = 16, 128  # of a tile of x
+MAX_STAGES = 6
+
+
+class Tiles(NamedTuple):
+    """Tiles of rows, expert by expert, [tiles] int32 each, and where each row's result is, [M]."""
+
+    expert: Array
+    start: Array  # its first row
+    used: Array  # 1, or 0 past the last tile
+    expert_M: Array  # E for the rows after the last group
+    tile_M: Array
+    row_M: Array  # in its tile
+
+
+def rows_of_tile(M: int, E: int) -> int:
+    """A power of two that holds twice the average group and what its alignment adds: of a larger
+    group the matrix is read again, mostly from the cache of the chip."""
+    rows = MIN_ROWS
+    while rows < min(MAX_ROWS, ALIGNMENT + 2 * -(-M // E), M):
+        rows *= 2
+    return rows
+
+
+def list_tiles(group_sizes_E: Array, M: int, rows: int) -> Tiles:
+    """The tiles of `rows` rows that the groups touch; of no more of them than there may be."""
+    E, some = group_sizes_E.shape[0], min(group_sizes_E.shape[0], M)
+    most = some + (M + (ALIGNMENT - 2) * some) // rows
+    ends_E = jnp.cumsum(group_sizes_E)
+    starts_E = (ends_E - group_sizes_E) // ALIGNMENT * ALIGNMENT
+    counts_E = jnp.where(group_sizes_E > 0, -(-(ends_E - starts_E) // rows), 0)
+    last_E = jnp.cumsum(counts_E)
+    first_E = last_E - counts_E
+
+    tile = jnp.arange(most)
+    expert = jnp.minimum(jnp.searchsorted(last_E, tile, side="right"), E - 1)
+    start = starts_E[expert] + (tile - first_E[expert]) * rows
+    m = jnp.arange(M)
+    expert_M = jnp.searchsorted(ends_E, m, side="right")
+    own = jnp.minimum(expert_M, E - 1)
+    tile_M = jnp.minimum(first_E[own] + (m - starts_E[own]) // rows, most - 1)
+    row_M = (m - starts_E[own]) % rows
+    found = (expert, start, tile < last_E[-1], expert_M, tile_M, row_M)
+    return Tiles(*(x.astype(jnp.int32) for x in found))
+
+
+def unsupported(x_MK: Any, w_ENK: Any) -> str | None:
+    """What `ragged_dot_gpu` cannot do about such arrays (or shapes), in one sentence; None when it
+    takes them."""
+    if reason := unsupported_here():
+        return reason
+    K = x_MK.shape[1]
+    if x_MK.dtype != WIDE:
+        return f"the GPU kernel of ragged_dot takes rows of bfloat16, not {x_MK.dtype}"
+    if not isinstance(w_ENK, Int8 | Fp8) and getattr(w_ENK, "dtype", None) != WIDE:
+        return "the GPU kernel of ragged_dot takes weights in bfloat16, Int8 and Fp8 only"
+    if K % 16:
+        return f"the GPU kernel of ragged_dot takes rows of a multiple of 16 columns, not {K}"
+    return None
+
+
+def _multiply(*refs: Any, stages: int, interpret: Any, ring: Any, wide: Any, full: Any, free: Any):
+    """One tile of one expert. In main memory: expert, start and use of the tiles [3, tiles]; x [M,
+    K]; w [E, N, K]; an fp8 scale [E, blocks of N, blocks of K]; the result [tiles, N, rows]."""
+    tiles_g, x_g, w_g, *scale_g, y_g = refs
+    s, n = lax.axis_index("s"), lax.axis_index("n")
+    expert, start, used = (tiles_g[i, s] for i in range(3))
+    x_s, w_s = ring
+    rows = x_s.shape[1]
+
+    def copy(i: Array, slot: Array) -> None:
+        columns = pl.ds(i * COLUMNS, COLUMNS)
+        of_x = x_g.at[pl.ds(pl.multiple_of(start, ALIGNMENT), rows), columns]
+        of_w = w_g.at[expert, pl.ds(n * ROWS, ROWS), columns]
+        plgpu.copy_gmem_to_smem(of_x, x_s.at[slot], full.at[slot])
+        plgpu.copy_gmem_to_smem(of_w, w_s.at[slot], full.at[slot])
+
+    def step(i: Array, slot: Array, acc: Array) -> Array:
+        w = w_s.at[slot]
+        if wide:
+            upcast(w, wide[0])
+            plgpu.commit_smem()
+            w = wide[0]
+        x = x_s.at[slot].transpose((1, 0))
+        if scale_g:
+            return acc + product(w, x) * scale_g[0][expert, lax.div(n * ROWS, FP8_BLOCK), i]
+        return add_product(acc, w, x, interpret)
+
+    def write(y_s: Any) -> None:
+        y_s[...] = acc
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(y_s, y_g.at[s, pl.ds(n * ROWS, ROWS)])
+        plgpu.wait_smem_to_gmem(0)
+
+    zero = plgpu.layout_cast(jnp.zeros((ROWS, rows), jnp.float32), plgpu.Layout.WGMMA)
+    count = used * -(-x_g.shape[1] // COLUMNS)
+    acc = through_ring(zero, count, stages, True, copy, step, full=full, free=free)
+    pl.run_scoped(write, plgpu.SMEM((ROWS, rows), jnp.float32))
+
+
+def ragged_dot_gpu(
+    x_MK: Array,
+    w_ENK: Any,
+    group_sizes_E: Array,
+    bias_EN: Array | None = None,
+    *,
+    out_dtype: Any,
+    interpret: Any = False,
+) -> Array:
+    """`ragged_dot` on a Hopper GPU, of bf16 x and bf16, Int8 or Fp8 w; `interpret` says whether to
+    run it on the CPU. Raises ValueError for what `unsupported` names."""
+    if reason := unsupported(x_MK, w_ENK):
+        raise ValueError(reason)
+    interpret, values = interpreter(interpret), jax.tree.leaves(w_ENK)[0]
+    M, (E, N, _) = x_MK.shape[0], values.shape
+    rows = rows_of_tile(M, E)
+    tiles = list_tiles(group_sizes_E, M, rows)
+    narrow = jnp.dtype(values.dtype) in NARROW
+    block = COLUMNS * (ROWS * values.dtype.itemsize + rows * WIDE.itemsize)
+    fixed = narrow * ROWS * COLUMNS * WIDE.itemsize + ROWS * rows * 4 + OVERHEAD
+    stages = min((SHARED // 2 - fixed) // block, MAX_STAGES)
+    ring = [matrix((stages, r), COLUMNS, d, 64) for r, d in ((rows, WIDE), (ROWS, values.dtype))]
+    y_SNR = plgpu.kernel(
+        partial(_multiply, stages=stages, interpret=interpret),
+        out_type=jax.ShapeDtypeStruct((len(tiles.expert), N, rows), jnp.float32),
+        grid=(len(tiles.expert), -(-N // ROWS)),
+        grid_names=("s", "n"),
+        scratch_types=dict(
+            ring=ring,
+            wide=[matrix((ROWS,), COLUMNS, WIDE, 64)] * narrow,
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            free=plgpu.Barrier(num_barriers=stages),
+        ),
+        compiler_params=compiler_params(),
+        interpret=interpret,
+        kernel_name="ragged_dot_gpu",
+    )(jnp.stack(tiles[:3]), x_MK, values, *([w_ENK.scale] if isinstance(w_ENK, Fp8) else []))
+    y_MN = y_SNR[tiles.tile_M, :, tiles.row_M]
+    own_M = jnp.minimum(tiles.expert_M, E - 1)
+    if isinstance(w_ENK, Int8):
+        y_MN = y_MN * w_ENK.scale[own_M]
+    if bias_EN is not None:
+        y_MN = y_MN + bias_EN[own_M]
+    return jnp.where((tiles.expert_M < E)[:, None], y_MN, 0).astype(out_dtype)

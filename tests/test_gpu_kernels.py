@@ -1,0 +1,505 @@
+"""The GPU kernels compute what the plain forms do, without a GPU: interpreted against the formula
+with races looked for, lowered everywhere, and, where the compiler of the `cuda` extra is installed,
+compiled for sm_90a, which must keep everything in registers.
+
+None of this says how fast they are.
+"""
+
+import functools
+import importlib.util
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_close
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_attention import BF16_RTOL, assert_lse, oracle
+
+from common.kernels import decode_attention_gpu as gpu
+from common.kernels import ragged_dot_gpu as ragged
+from common.kernels.decode_attention_gpu import decode_attention_gpu, plan_of, unsupported
+from common.kernels.hopper import plgpu
+from common.kernels.ragged_dot_gpu import list_tiles, ragged_dot_gpu, rows_of_tile
+from common.quant import Fp8, Int8, dequantize_fp8
+
+BF16, INT8, FP8 = jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn
+
+IMPORTED = pytest.mark.skipif(
+    plgpu is None, reason="JAX 0.10 imports Mosaic GPU only with absl-py installed"
+)
+INTERPRETED = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"),
+    reason="JAX before 0.11 exports no interpreter of Mosaic GPU",
+)
+COMPILED = pytest.mark.skipif(
+    not importlib.util.find_spec("jax_cuda13_plugin"),
+    reason="compiling for sm_90a takes the compiler that the `cuda` extra installs",
+)
+
+
+class Case(NamedTuple):
+    H: int
+    K: int
+    G: int
+    T: int
+    S: int
+    cache: Any = BF16
+    Hv: int | None = None
+    latent: bool = False
+    scaled: bool = False
+    window: int | None = None
+    sinks: bool = False
+
+    def __str__(self):
+        words = [f"{x}{n}" for x, n in zip("HKGTS", self[:5], strict=True)]
+        words += [jnp.dtype(self.cache).name, f"values{self.Hv}" if self.Hv else ""]
+        words += [x for x in ("latent", "scaled", "window", "sinks") if getattr(self, x)]
+        return "-".join(w for w in words if w)
+
+
+def shapes_of(case, B, shape=jax.ShapeDtypeStruct):
+    """The arguments of the kernel, as shapes."""
+    H, K, G, T, S = case[:5]
+    f32 = functools.partial(shape, dtype=jnp.float32)
+    arrays = dict(
+        q_BTNH=shape((B, T, K * G, H), BF16),
+        k_BKSH=shape((B, K, S, H), case.cache),
+        v_BKSH=None if case.latent else shape((B, K, S, case.Hv or H), case.cache),
+        lengths_B=shape((B,), jnp.int32),
+        starts_BT=shape((B, T), jnp.int32),
+    )
+    if case.scaled:
+        arrays |= {f"{x}_scale_BKS": f32((B, K, S)) for x in "kv"}
+    if case.sinks:
+        arrays["sinks_N"] = f32((K * G,))
+    return arrays
+
+
+def make(case, lengths):
+    """Arguments with NaN, or the largest numbers, past the lengths; and what the formula gives."""
+    rng = np.random.default_rng(0)
+    lengths = np.array(lengths, np.int32)
+    B, (_, K, _, T, S) = len(lengths), case[:5]
+    stale_BKS = np.broadcast_to((np.arange(S) >= lengths[:, None])[:, None], (B, K, S))
+    arrays: dict[str, Any] = {}
+    for name, x in shapes_of(case, B).items():
+        if x is None:
+            arrays[name] = None
+        elif name.endswith("scale_BKS"):
+            scale = rng.uniform(0.5, 2, x.shape) * (1 if case.cache == FP8 else 1 / 60)
+            arrays[name] = jnp.asarray(np.where(stale_BKS, np.nan, scale), x.dtype)
+        elif x.dtype == INT8:
+            values = rng.integers(-127, 128, x.shape)
+            arrays[name] = jnp.asarray(np.where(stale_BKS[..., None], -128, values), x.dtype)
+        else:
+            values = rng.standard_normal(x.shape)
+            stale = name[:2] in ("k_", "v_") and stale_BKS[..., None]
+            arrays[name] = jnp.asarray(np.where(stale, np.nan, values), x.dtype)
+    position_BT = lengths[:, None] - T + np.arange(T)
+    first_BT = position_BT - case.window + 1 if case.window else np.zeros((B, T))
+    arrays |= dict(lengths_B=lengths, starts_BT=first_BT.astype(np.int32))
+    options = dict(scale=0.2, sinks=arrays.get("sinks_N"))
+    options |= {f"{x}_scale": arrays.get(f"{x}_scale_BKS") for x in "kv"}
+    q, k, v = (arrays[x] for x in ("q_BTNH", "k_BKSH", "v_BKSH"))
+    v = k[..., : case.Hv] if v is None else v
+    return arrays, *oracle(q, k, v, lengths, arrays["starts_BT"], **options)
+
+
+def attend(case, **options):
+    v_dim = case.Hv if case.latent else None
+    run = functools.partial(decode_attention_gpu, scale=0.2, v_dim=v_dim, **options)
+    return lambda arrays: run(**arrays)
+
+
+def interpret(run, arrays, capfd):
+    """On the CPU, with no race found."""
+    races = plgpu.InterpretGPUParams(detect_races=True)
+    out = jax.block_until_ready(jax.jit(lambda arrays: run(interpret=races)(arrays))(arrays))
+    printed = capfd.readouterr().out
+    assert "RACE" not in printed, printed[:2000]
+    return out
+
+
+# ---- interpreted, against the formula
+
+
+LENGTHS = (0, 3, 64, 130, 150)
+CASES = [  # every value of each column
+    Case(64, 2, 3, 1, 150),
+    Case(64, 1, 3, 5, 150, Hv=48, window=17, sinks=True),
+    Case(80, 2, 1, 2, 150, sinks=True),
+    Case(96, 1, 9, 8, 150, window=70),  # 72 query rows, in two blocks
+    Case(128, 1, 2, 1, 152, cache=INT8, scaled=True, window=70, sinks=True),
+    Case(64, 2, 2, 4, 152, cache=FP8, scaled=True),
+    Case(32, 1, 2, 2, 150, cache=FP8, Hv=64),
+    Case(96, 1, 2, 2, 150, Hv=64, latent=True),
+    Case(320, 1, 5, 3, 150, Hv=288, latent=True, window=17, sinks=True),  # two warpgroups
+]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_computes_the_formula_whatever_lies_past_the_lengths(case, capfd):
+    arrays, want_o, want_lse = make(case, LENGTHS)
+    o, lse = interpret(functools.partial(attend, case), arrays, capfd)
+    assert o.dtype == BF16 and not np.asarray(o[0]).any()  # row 0 is empty
+    assert_close(o, want_o, rtol=BF16_RTOL, what=str(case))
+    assert_lse(lse, want_lse, str(case))
+
+
+@INTERPRETED
+@pytest.mark.parametrize("multiprocessors", [0, 3, 132])
+@pytest.mark.parametrize("case", [Case(64, 2, 3, 2, 450, window=400), CASES[-1]], ids=str)
+def test_the_number_of_splits_changes_nothing(case, multiprocessors, capfd, monkeypatch):
+    """With few, blocks go round the ring more than once."""
+    monkeypatch.setattr(gpu, "MULTIPROCESSORS", multiprocessors)
+    monkeypatch.setattr(gpu, "MAX_STAGES", 2)
+    arrays, want_o, want_lse = make(case, (case.S, 0, case.S - 20))
+    o, lse = interpret(functools.partial(attend, case), arrays, capfd)
+    assert_close(o, want_o, rtol=BF16_RTOL)
+    assert_lse(lse, want_lse)
+
+
+@INTERPRETED
+def test_blocks_before_the_window_are_not_read(capfd):
+    """Whatever they hold: 0 * NaN would show."""
+    case = Case(64, 1, 2, 2, 300, window=70)
+    arrays, want_o, want_lse = make(case, (299, 140))
+    for name in ("k_BKSH", "v_BKSH"):
+        arrays[name] = arrays[name].at[0, :, :192].set(jnp.nan)
+    o, lse = interpret(functools.partial(attend, case), arrays, capfd)
+    assert_close(o, want_o, rtol=BF16_RTOL)
+    assert_lse(lse, want_lse)
+
+
+# ---- what is read, and by how many
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 20))
+def test_the_splits_share_the_visible_blocks_without_gap_or_overlap(first, end, splits):
+    shares = [map(int, gpu._share(*map(jnp.int32, (first, end, s)), splits)) for s in range(splits)]
+    blocks = [j for at, count in shares for j in range(at, at + count)]
+    assert blocks == list(range(first, end))
+
+
+def grid(case, B):
+    arrays = shapes_of(case, B)
+    plan = plan_of(*(arrays.get(x) for x in ("q_BTNH", "k_BKSH", "v_BKSH", "k_scale_BKS")), case.Hv)
+    return B * case.K * plan.row_blocks * plan.splits, plan
+
+
+@pytest.mark.parametrize("K", [1, 2, 8])
+@pytest.mark.parametrize("B", [1, 3, 16])
+def test_every_multiprocessor_has_work_at_any_batch_and_none_waits_for_a_second_turn(B, K):
+    blocks, plan = grid(Case(128, K, 8, 1, 32768), B)
+    assert plan.stages >= 2
+    assert 132 <= blocks <= 264
+
+
+def test_partial_results_move_no_more_than_the_cache_that_a_split_reads():
+    case = Case(576, 1, 128, 1, 8192, Hv=512, latent=True)
+    _, plan = grid(case, 1)
+    assert 2 * 64 * 512 * 4 * plan.splits <= 8192 * 576 * 2
+
+
+# ---- ragged dot
+
+
+class Groups(NamedTuple):
+    """Rows by expert; the last `tail` belong to none."""
+
+    sizes: tuple[int, ...]
+    tail: int
+    K: int
+    N: int
+    form: Any = BF16
+
+    def __str__(self):
+        sizes = "+".join(map(str, self.sizes))
+        return f"{sizes}+{self.tail}-K{self.K}-N{self.N}-{self.form.__name__}"
+
+
+def weights(form, E, N, K, shape=jax.ShapeDtypeStruct):
+    """The shapes of E matrices [N, K]."""
+    if form is Int8:
+        return Int8(shape((E, N, K), INT8), shape((E, N), jnp.float32))
+    if form is Fp8:
+        return Fp8(shape((E, N, K), FP8), shape((E, -(-N // 128), -(-K // 128)), jnp.float32))
+    return shape((E, N, K), form)
+
+
+def multiply(interpret=False):
+    run = functools.partial(ragged_dot_gpu, out_dtype=jnp.float32, interpret=interpret)
+    return lambda arrays: run(**arrays)
+
+
+GROUPS = [
+    Groups((1,), 0, 128, 64),
+    Groups((3, 0, 5, 1), 2, 144, 80),  # a block of columns, and part of another; so of rows
+    Groups((0, 20, 13, 0, 1), 5, 272, 128, Int8),
+    Groups((2, 0, 40), 0, 144, 96, Int8),
+    Groups((0, 3, 9), 0, 272, 160, Fp8),
+    Groups((17, 0, 1), 3, 128, 200, Fp8),
+    Groups((0, 0), 9, 128, 64),
+]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("case", GROUPS, ids=str)
+def test_ragged_dot_multiplies_each_row_by_its_experts_matrix(case, capfd, monkeypatch):
+    """Rows of no expert hold NaN and give zeros. With 2 stages, blocks go round the ring."""
+    monkeypatch.setattr(ragged, "MAX_STAGES", 2)
+    rng = np.random.default_rng(0)
+    sizes, tail, K, N, form = case
+    E, own = len(sizes), np.repeat(np.arange(len(sizes)), sizes)
+    x = np.append(rng.standard_normal((len(own), K)), np.full((tail, K), np.nan), axis=0)
+
+    def draw(shape, dtype):
+        values = rng.integers(-127, 128, shape) if dtype == INT8 else rng.standard_normal(shape)
+        return jnp.asarray(values, dtype)
+
+    w = weights(form, E, N, K, draw)
+    wide = w.values * w.scale[..., None] if form is Int8 else w
+    wide = np.float64(dequantize_fp8(w) if form is Fp8 else wide)
+    arrays = dict(
+        x_MK=jnp.asarray(x, BF16),
+        w_ENK=w,
+        group_sizes_E=np.array(sizes, np.int32),
+        bias_EN=draw((E, N), jnp.float32),
+    )
+    y = np.array(interpret(multiply, arrays, capfd))
+    rows, want = np.float64(arrays["x_MK"][: len(own)]), np.zeros(y.shape)
+    want[: len(own)] = np.einsum("mk,mnk->mn", rows, wide[own]) + np.float64(arrays["bias_EN"])[own]
+    assert_close(y, want, rtol=1e-6, what=str(case))
+
+
+@given(st.lists(st.integers(0, 30), min_size=6, max_size=6), st.sampled_from([16, 32]))
+def test_every_row_has_a_place_in_a_tile_and_no_tile_reads_an_expert_without_rows(sizes, rows):
+    tail = 180 - sum(sizes)
+    tiles = list_tiles(jnp.array(sizes), 180, rows)
+    expert, start, used, expert_M, tile_M, row_M = map(np.asarray, tiles)
+    own = np.repeat(np.arange(len(sizes)), sizes)
+    n = len(own)
+    assert (expert_M == np.append(own, np.full(tail, len(sizes)))).all()
+    assert (expert[tile_M[:n]] == own).all() and used[tile_M[:n]].all()
+    assert (start[tile_M[:n]] + row_M[:n] == np.arange(n)).all()
+    assert (row_M[:n] < rows).all() and not (start[used == 1] % 8).any()
+    assert set(np.flatnonzero(used)) == set(tile_M[:n])  # nor a tile without a row
+
+
+@pytest.mark.parametrize("M, E, rows", [(8, 128, 16), (64, 128, 16), (64, 8, 32), (4096, 8, 128)])
+def test_a_tile_holds_twice_the_average_group(M, E, rows):
+    assert rows_of_tile(M, E) == rows
+
+
+# ---- lowered and compiled
+
+
+REAL = [
+    Case(64, 8, 4, 1, 2048),
+    Case(80, 8, 4, 1, 2048),
+    Case(96, 8, 1, 1, 2048),
+    Case(128, 8, 8, 1, 2048, sinks=True),
+    Case(128, 8, 8, 8, 2048, window=128),
+    Case(256, 2, 4, 1, 2048),
+    Case(256, 2, 4, 8, 2048),
+    Case(64, 8, 8, 1, 2048, cache=INT8, scaled=True),
+    Case(128, 8, 8, 1, 2048, cache=INT8, scaled=True),
+    Case(128, 8, 8, 8, 2048, cache=FP8, scaled=True),
+    Case(96, 8, 1, 2, 2048, cache=FP8),
+    Case(256, 2, 4, 1, 2048, cache=INT8, scaled=True),
+    Case(256, 2, 4, 8, 2048, cache=FP8, scaled=True),
+    Case(576, 1, 16, 1, 2048, Hv=512, latent=True),
+    Case(576, 1, 128, 2, 2048, Hv=512, latent=True),
+]
+FEW = [REAL[3], REAL[9], REAL[-1]]
+REAL_GROUPS = {
+    f"M{M}-K{K}-N{N}-E{E}-{form.__name__}": (M, K, N, E, form)
+    for M, K, N, E, form in (
+        (8, 2048, 768, 128, BF16),
+        (64, 768, 2048, 128, Int8),
+        (8, 7168, 2048, 32, Fp8),
+        (2048, 2880, 2880, 32, BF16),
+        (1024, 2048, 7168, 8, Fp8),
+    )
+}
+
+
+def shapes_of_groups(M, K, N, E, form, shape=jax.ShapeDtypeStruct):
+    w, sizes = weights(form, E, N, K, shape), shape((E,), jnp.int32)
+    return dict(x_MK=shape((M, K), BF16), w_ENK=w, group_sizes_E=sizes)
+
+
+HOPPER = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
+
+
+@IMPORTED
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_the_kernel_lowers_for_cuda_on_a_machine_without_a_gpu(case, devices):
+    """And with the slots split over eight devices, alike on each."""
+    types = (AxisType.Auto,)
+    mesh = AbstractMesh((devices,), ("x",), axis_types=types, abstract_device=HOPPER)
+    arrays = {x: a for x, a in shapes_of(case, 8).items() if x != "sinks_N" and a is not None}
+    run = lambda arrays: attend(case)(dict(v_BKSH=None) | arrays)
+    run = jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(run).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
+
+
+@IMPORTED
+@pytest.mark.parametrize("case", list(REAL_GROUPS)[:3])
+def test_ragged_dot_lowers_for_cuda_on_a_machine_without_a_gpu(case):
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=HOPPER)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(multiply()).trace(shapes_of_groups(*REAL_GROUPS[case]))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
+
+
+@IMPORTED
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_beside_a_plain_form_the_kernel_is_in_programs_for_cuda_alone(platform):
+    """Traced either way, on a machine without a GPU."""
+    case = FEW[0]
+    arrays = shapes_of(case, 2)
+    plain = lambda arrays: jax.tree.map(
+        jnp.zeros_like, (arrays["q_BTNH"], arrays["q_BTNH"][..., 0])
+    )
+    kernel = lambda arrays: jax.tree.map(lambda x: x.astype(BF16), attend(case)(arrays))
+    run = lambda arrays: jax.lax.platform_dependent(arrays, cuda=kernel, default=plain)
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=HOPPER)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(run).trace(arrays).lower(lowering_platforms=(platform,)).as_text()
+    assert ("mosaic_gpu" in text) == (platform == "cuda")
+
+
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84978434048
+  cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info { major: 9 minor: 1 }
+runtime_version { major: 13 minor: 0 }
+"""
+
+
+@functools.cache
+def hopper():
+    """A mesh of one GPU that is not there."""
+    options = dict(platform="cuda", topology="1x1x1", target_config=TARGET)
+    topology = topologies.get_topology_desc("h100", **options)
+    return Mesh(np.array(topology.devices), ("x",))
+
+
+@pytest.fixture
+def compile_for_hopper(capfd, monkeypatch):
+    """Compiles for a GPU that is not there, with no register spilled; gives the temporaries."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    mesh = hopper()
+    place = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
+
+    def run(f, shapes):
+        shapes = jax.tree.map(lambda x: place(x.shape, x.dtype), shapes)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            compiled = jax.jit(f).lower(shapes).compile()
+        said = "".join(capfd.readouterr())
+        used = re.search(r"Used (\d+) registers", said)
+        assert "sm_90a" in said and used, said
+        spilled = [int(n) for n in re.findall(r"(\d+) bytes (?:stack frame|spill)", said)]
+        assert len(spilled) == 3 and not any(spilled), said
+        temporaries = compiled.memory_analysis().temp_size_in_bytes
+        print(f"{used[1]} registers, {temporaries} bytes of temporaries")
+        return temporaries
+
+    return run
+
+
+@COMPILED
+@pytest.mark.parametrize("case", REAL, ids=str)
+def test_compiled_for_hopper_attention_spills_no_register_and_copies_no_cache(
+    case, compile_for_hopper
+):
+    temporaries = compile_for_hopper(attend(case), shapes_of(case, 4))
+    blocks, plan = grid(case, 4)
+    partial_results = blocks * min(plan.T * plan.G, 64) * plan.Hv * 4
+    assert temporaries < partial_results + (1 << 20)
+
+
+@COMPILED
+@pytest.mark.parametrize("case", REAL_GROUPS)
+def test_compiled_for_hopper_ragged_dot_spills_no_register_and_upcasts_no_matrix(
+    case, compile_for_hopper
+):
+    M, _, N, E, _ = REAL_GROUPS[case]
+    temporaries = compile_for_hopper(multiply(), shapes_of_groups(*REAL_GROUPS[case]))
+    rows = rows_of_tile(M, E)
+    tiles = len(list_tiles(jnp.zeros((E,), jnp.int32), M, rows).expert)
+    assert temporaries < tiles * N * rows * 4 + (1 << 20)
+
+
+# ---- refusals
+
+
+REFUSED = {
+    "queries of bfloat16, not float32": dict(q_BTNH=jax.ShapeDtypeStruct((2, 1, 4, 64), "float32")),
+    "not ['float32']": dict(cache=jnp.float32),
+    "a multiple of 16, not [72, 72]": dict(H=72),
+    "a multiple of 32, not [80, 80]": dict(H=80, cache=INT8),
+    "not [64, 528]": dict(Hv=528),
+    "latent cache in bfloat16, not int8": dict(cache=INT8, latent=True, Hv=32),
+    "no heads as wide as [1024, 64]": dict(H=1024, Hv=64),
+    "divides by 4, not 150": dict(cache=INT8, scaled=True),
+}
+
+
+@IMPORTED
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_the_kernel_cannot_do_is_refused_in_one_sentence(message):
+    options = dict(REFUSED[message])
+    replaced = {x: options.pop(x) for x in ("q_BTNH",) if x in options}
+    case = Case(64, 2, 2, 1, 150)._replace(**options)
+    arrays = shapes_of(case, 2) | replaced
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(attend(case), arrays)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@IMPORTED
+@pytest.mark.parametrize("case", CASES + REAL, ids=str)
+def test_what_the_kernel_can_do_is_not_refused(case):
+    arrays = shapes_of(case, 2)
+    names = ("q_BTNH", "k_BKSH", "v_BKSH", "k_scale_BKS")
+    v_dim = case.Hv if case.latent else None
+    assert unsupported(*(arrays.get(x) for x in names), v_dim) is None
+
+
+REFUSED_GROUPS = {
+    "rows of bfloat16, not float32": dict(x_MK=jax.ShapeDtypeStruct((8, 64), jnp.float32)),
+    "weights in bfloat16, Int8 and Fp8": dict(w_ENK=jax.ShapeDtypeStruct((4, 96, 64), FP8)),
+    "a multiple of 16 columns, not 72": dict(x_MK=jax.ShapeDtypeStruct((8, 72), BF16)),
+}
+
+
+@IMPORTED
+@pytest.mark.parametrize("message", REFUSED_GROUPS)
+def test_what_ragged_dot_cannot_do_is_refused_in_one_sentence(message):
+    arrays = shapes_of_groups(8, 64, 96, 4, BF16) | REFUSED_GROUPS[message]
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(multiply(), arrays)
+    assert message in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,525 @@
+"""Every form of ragged_dot computes the formula of its docstring, and reads nothing else."""
+
+import functools
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_close
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from common.dryrun import CONTROL, VIEWS, arrays, devices_of, executed, parse
+from common.kernels import ragged_dot as module
+from common.kernels.ragged_dot import ragged_dot, row_major
+from common.kernels.ragged_dot_tpu import Pairs, list_pairs
+from common.quant import Fp8, Int8, Mxfp4
+from common.sharding import make_mesh
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+FORMS = ("reference", "blocked", "tpu", None)
+F32_RTOL = 1e-6  # of the largest number
+BF16_RTOL = 0.01
+
+# ---- the formula, in float64
+
+
+MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+def matrices(w):
+    """The float64 matrices [E, N, K] that w stands for, one number after the other where stored
+    in groups."""
+    arrays = [np.asarray(a) for a in jax.tree.leaves(w)]
+    values, scale = arrays[0], arrays[-1].astype(np.float64)
+    if isinstance(w, Int8):
+        return values * scale[..., None]
+    if isinstance(w, Fp8):
+        n, k = (np.arange(size) // 128 for size in values.shape[1:])
+        return values.astype(np.float64) * scale[:, n[:, None], k]
+    if isinstance(w, Mxfp4):
+        out = np.zeros((*values.shape[:2], 2 * values.shape[2]))
+        for code in range(16):
+            number = MAGNITUDES[code % 8] * (-1 if code >= 8 else 1)
+            out[..., 0::2][values % 16 == code] = number
+            out[..., 1::2][values // 16 == code] = number
+        return out * 2.0 ** (scale[..., np.arange(out.shape[2]) // 32] - 127)
+    return values.astype(np.float64)
+
+
+def oracle(x, w, sizes, bias=None):
+    x, w = np.asarray(x).astype(np.float64), matrices(w)
+    y, m = np.zeros((len(x), w.shape[1])), 0
+    for e, size in enumerate(sizes):
+        for _ in range(size):
+            y[m] = w[e] @ x[m] + (0 if bias is None else np.float64(bias[e]))
+            m += 1
+    return y
+
+
+# ---- what it is given
+
+
+class Case(NamedTuple):
+    M: int
+    E: int
+    N: int
+    K: int
+    form: Any = F32  # of w: a dtype, or a class
+    dtype: Any = F32  # of x
+    rows: str = "some"  # see group_sizes
+    bias: bool = False
+
+    def __str__(self):
+        form = self.form.__name__ if isinstance(self.form, type) else jnp.dtype(self.form).name
+        words = (f"M{self.M}-E{self.E}-N{self.N}-K{self.K}", form, jnp.dtype(self.dtype).name)
+        return "-".join((*words, self.rows, *(["bias"] if self.bias else [])))
+
+
+def group_sizes(case):
+    """About half of the experts have rows, and most rows an expert."""
+    rng = np.random.default_rng(case.M * case.E)
+    sizes = np.zeros(case.E, np.int32)
+    if case.rows == "none":
+        return sizes
+    if case.rows == "one expert's":
+        sizes[case.E - 2] = case.M
+        return sizes
+    busy = rng.permutation(case.E)[: max(case.E // 2, 2)]
+    total = case.M if case.rows == "all" else max(case.M - case.M // 5, 1)
+    sizes[busy] = rng.multinomial(total, np.full(len(busy), 1 / len(busy)))
+    return sizes
+
+
+def random_matrices(form, rng, E, N, K):
+    if form is Int8:
+        values = rng.integers(-127, 128, (E, N, K)).astype(np.int8)
+        return Int8(values, rng.uniform(0.005, 0.03, (E, N)).astype(np.float32))
+    if form is Fp8:
+        values = jnp.asarray(rng.standard_normal((E, N, K)), jnp.float8_e4m3fn)
+        blocks = (E, -(-N // 128), -(-K // 128))
+        return Fp8(values, rng.uniform(0.5, 2.0, blocks).astype(np.float32))
+    if form is Mxfp4:
+        values = rng.integers(0, 256, (E, N, K // 2)).astype(np.uint8)
+        return Mxfp4(values, rng.integers(120, 130, (E, N, K // 32)).astype(np.uint8))
+    return jnp.asarray(rng.standard_normal((E, N, K)), form)
+
+
+@functools.cache
+def make(case):
+    rng = np.random.default_rng(0)
+    w = random_matrices(case.form, rng, case.E, case.N, case.K)
+    x = jnp.asarray(rng.standard_normal((case.M, case.K)), case.dtype)
+    sizes = group_sizes(case)
+    bias = rng.normal(0, 9, (case.E, case.N)).astype(np.float32) if case.bias else None
+    return (x, w, sizes, bias), oracle(x, w, sizes, bias)
+
+
+def run(inputs, implementation, **options):
+    *args, bias = inputs
+    product = functools.partial(ragged_dot, implementation=implementation, **options)
+    return jax.jit(lambda *args, bias: product(*args, bias_EN=bias))(*args, bias=bias)
+
+
+def bound(case):
+    return F32_RTOL if case.dtype == F32 and case.form != BF16 else BF16_RTOL
+
+
+CASES = [
+    Case(1, 4, 72, 96),
+    Case(3, 8, 200, 160, rows="all", bias=True),
+    Case(8, 32, 136, 64, dtype=BF16, form=BF16),
+    Case(64, 4, 300, 72),
+    Case(200, 8, 144, 104, bias=True),
+    Case(200, 4, 40, 264, form=BF16, dtype=BF16, rows="all"),
+    Case(200, 8, 56, 64, form=BF16),
+    Case(8, 4, 56, 40, rows="none", bias=True),
+    Case(200, 4, 56, 40, rows="none"),
+    Case(200, 4, 56, 40, rows="one expert's"),
+    Case(1, 8, 200, 72, form=Int8),
+    Case(64, 8, 136, 200, form=Int8, dtype=BF16, bias=True),
+    Case(200, 32, 160, 40, form=Int8),
+    Case(3, 4, 144, 72, form=Fp8),
+    Case(8, 8, 288, 176, form=Fp8, dtype=BF16, rows="all"),
+    Case(200, 4, 352, 264, form=Fp8, bias=True),
+    Case(8, 32, 136, 352, form=Mxfp4, dtype=BF16, bias=True),
+    Case(3, 4, 72, 64, form=Mxfp4),
+    Case(200, 4, 360, 288, form=Mxfp4, bias=True),
+    Case(64, 4, 96, 4128, form=Mxfp4),
+]
+
+
+@pytest.mark.parametrize("implementation", FORMS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_row_meets_the_matrix_of_its_expert_and_the_rest_are_zeros(case, implementation):
+    inputs, want = make(case)
+    y = run(inputs, implementation)
+    assert y.dtype == case.dtype
+    assert not np.asarray(y[inputs[2].sum() :]).any()
+    assert_close(y, want, rtol=bound(case), what=f"{case} {implementation}")
+
+
+@pytest.mark.parametrize("implementation", FORMS, ids=str)
+def test_the_result_has_the_dtype_that_is_asked_for(implementation):
+    case = Case(64, 8, 136, 200, form=Int8, dtype=BF16, bias=True)
+    inputs, want = make(case)
+    y = run(inputs, implementation, out_dtype=F32)
+    assert y.dtype == F32
+    # Not rounded at the end: what bfloat16 costs here is to scale an upcast weight beforehand.
+    assert_close(y, want, rtol=F32_RTOL)
+
+
+E4M3 = np.arange(256).astype(np.uint8).view(jnp.float8_e4m3fn)[[*range(127), *range(128, 255)]]
+
+
+@pytest.mark.parametrize("implementation", FORMS, ids=str)
+@pytest.mark.parametrize("form", [Fp8, Mxfp4])
+def test_every_number_of_a_small_float_is_itself(form, implementation):
+    """Each alone in its row, at each place of a byte; subnormal ones and both zeros too."""
+    if form is Fp8:
+        values = np.zeros((1, len(E4M3), 8), E4M3.dtype)
+        values[0, np.arange(len(E4M3)), np.arange(len(E4M3)) % 8] = E4M3
+        w = Fp8(values, np.full((1, 2, 1), 0.25, np.float32))
+    else:
+        values = np.zeros((1, 32, 16), np.uint8)
+        values[0, range(32), np.arange(32) % 16] = [*range(16), *(16 * np.arange(16))]
+        w = Mxfp4(values, np.arange(110, 142).astype(np.uint8).reshape(1, 32, 1))
+    matrix = matrices(w)
+    sizes = np.array([matrix.shape[2]], np.int32)
+    y = run((np.eye(matrix.shape[2], dtype=np.float32), w, sizes, None), implementation)
+    assert np.array_equal(y, matrix[0].T)
+
+
+# ---- the kernel, as strictly as it can be interpreted
+
+STRICT_CASES = [
+    Case(3, 4, 136, 72, bias=True),
+    Case(200, 4, 40, 56, form=Int8, dtype=BF16, bias=True),
+    Case(200, 4, 300, 136, form=Fp8),
+    Case(3, 4, 136, 64, form=Mxfp4),
+    Case(140, 4, 136, 40, form=BF16, rows="none"),
+]
+
+
+@pytest.fixture
+def fresh_interpreter():
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize("case", STRICT_CASES, ids=str)
+def test_the_kernel_reads_nothing_unset_or_out_of_bounds_and_does_not_race(
+    case, fresh_interpreter, capfd
+):
+    """Memory that was never written holds NaN here, and a copy arrives when it is waited for."""
+    inputs, want = make(case)
+    interpret = pltpu.InterpretParams(detect_races=True)
+    kernel = functools.partial(module._tpu, out_dtype=case.dtype, interpret=interpret)
+    y = jax.jit(kernel)(*inputs)
+    assert_close(y, want, rtol=bound(case))
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+SIZES = {
+    "some": (0, 3, 0, 8, 1, 0, 20, 0),
+    "all": (5, 0, 0, 27, 0, 4, 0, 4),
+    "first": (40, 0, 0, 0, 0, 0, 0, 0),
+    "last, in part": (0, 0, 0, 0, 0, 0, 0, 17),
+    "none": (0, 0, 0, 0, 0, 0, 0, 0),
+    "each": (5, 5, 5, 5, 5, 5, 5, 5),
+    "whole tiles": (8, 16, 0, 0, 8, 0, 8, 0),
+}
+
+
+@pytest.mark.parametrize("rows", [8, 16, 40])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_the_pairs_cover_every_row_once_in_order_and_name_no_expert_without_rows(sizes, rows):
+    M, E = 40, len(sizes)
+    pairs = Pairs(*(np.asarray(x) for x in list_pairs(jnp.array(sizes), M, rows)))
+    assert len(pairs.expert) == -(-M // rows) + E - 1
+    owner = np.full(M, -1)
+    for expert, tile, start, end in zip(*pairs[:4], strict=True):
+        for m in range(max(start, tile * rows), min(end, (tile + 1) * rows, M)):
+            assert owner[m] == -1
+            owner[m] = expert
+    assert [*owner] == [*np.repeat(np.arange(E), sizes), *[-1] * (M - sum(sizes))]
+    assert {*pairs.tile} == {*range(-(-M // rows))}  # each is zeroed, if nothing else
+    assert (np.diff(pairs.expert) >= 0).all() and (np.diff(pairs.tile) >= 0).all()
+    busy = {e for e in range(E) if sizes[e]}
+    assert {*pairs.expert} == (busy or {0}) and pairs.some == [bool(busy)]
+
+
+def kernel_of(case, jaxpr=None):
+    """The Pallas call in the program of a case."""
+    if jaxpr is None:
+        x, w, sizes, bias = make(case)[0]
+        product = functools.partial(ragged_dot, implementation="tpu")
+        jaxpr = jax.make_jaxpr(product)(x, w, sizes, bias_EN=bias).jaxpr
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            return eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program):
+            if is_program(inner) and (found := kernel_of(case, getattr(inner, "jaxpr", inner))):
+                return found
+    return None
+
+
+def is_program(x):
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(8, 32, 300, 72), Case(200, 8, 300, 72), Case(64, 8, 300, 72, rows="none")],
+    ids=str,
+)
+def test_each_tile_of_an_expert_with_rows_is_fetched_once_and_of_the_others_none(case):
+    mapping = kernel_of(case).params["grid_mapping"]
+    (_, w, sizes, _), _ = make(case)
+    spec = next(b for b in mapping.block_mappings if b.array_aval.shape == w.shape)
+    columns = spec.block_aval.shape[1]
+    pairs = list_pairs(jnp.array(sizes), case.M, min(case.M, 128))
+    index = spec.index_map_jaxpr
+    fetched, block = [], None
+    for n, s in np.ndindex(*mapping.grid):
+        refs = [jax.new_ref(x) for x in pairs]
+        at = jax.core.eval_jaxpr(index.jaxpr, index.consts, jnp.int32(n), jnp.int32(s), *refs)
+        at = tuple(map(int, at))
+        fetched += [at] if at != block else []
+        block = at
+    tiles = range(-(-case.N // columns))
+    busy = np.flatnonzero(sizes)
+    assert fetched == ([(e, n, 0) for n in tiles for e in busy] if len(busy) else [(0, 0, 0)])
+    assert len(tiles) > 1
+
+
+# ---- the CPU form
+
+
+@pytest.mark.parametrize("case", [Case(200, 8, 300, 72), Case(8, 32, 520, 40)], ids=str)
+def test_the_blocked_form_reads_the_experts_that_have_rows_alone(case, monkeypatch):
+    """Once each, in blocks of 256 columns of the output, times no more rows than fill R."""
+    rows_of, dot, read, products = module._rows_of, module._dot, [], []
+
+    def watched_rows_of(w, e, at, n):
+        jax.debug.callback(lambda e, at: read.append((int(e), int(at))), e, at, ordered=True)
+        return rows_of(w, e, at, n)
+
+    def watched_dot(x, w):
+        jax.debug.callback(lambda: products.append(x.shape[0]), ordered=True)
+        return dot(x, w)
+
+    monkeypatch.setattr(module, "_rows_of", watched_rows_of)
+    monkeypatch.setattr(module, "_dot", watched_dot)
+    inputs, _ = make(case)
+    sizes = inputs[2]
+    jax.block_until_ready(run(inputs, "blocked"))
+    jax.effects_barrier()
+    starts = range(0, case.N, 256)
+    assert read == [(e, at) for e in range(case.E) if sizes[e] for at in starts]
+    R = max(case.M // case.E, 8)
+    assert products == [R] * sum(len(starts) * -(-size // R) for size in sizes)
+
+
+def shapes_of(form, E, N, K, sharding=None):
+    """w without numbers, its arrays laid out as the kernel reads them if they are placed."""
+    sds = functools.partial(jax.ShapeDtypeStruct, sharding=sharding and row_major(sharding))
+    if form is Int8:
+        scale = jax.ShapeDtypeStruct((E, N), F32, sharding=sharding)
+        return Int8(sds((E, N, K), jnp.int8), scale)
+    if form is Fp8:
+        return Fp8(sds((E, N, K), jnp.float8_e4m3fn), sds((E, -(-N // 128), -(-K // 128)), F32))
+    if form is Mxfp4:
+        return Mxfp4(sds((E, N, K // 2), jnp.uint8), sds((E, N, K // 32), jnp.uint8))
+    return sds((E, N, K), form)
+
+
+@pytest.mark.parametrize("form", [F32, BF16, Int8, Fp8, Mxfp4])
+def test_the_compiled_blocked_form_widens_one_matrix_at_most(form):
+    """In float32: of bfloat16 with jax 0.10, else one of 16 bits or a block, which is none."""
+    M, E, N, K = 64, 64, 2048, 256
+    args = (shape((M, K), F32), shapes_of(form, E, N, K), shape((E,), jnp.int32))
+    program = jax.jit(functools.partial(ragged_dot, implementation="blocked"))
+    compiled = program.lower(*args).compile()
+    activations, matrix = 4 * (2 * M * N + 2 * M * K), 4 * N * K
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    assert temporaries < activations + matrix < 4 * M * E * K
+    assert form == BF16 or temporaries < activations + matrix / 2
+    # A loop counts once: this is one product, and what widens its block.
+    assert compiled.cost_analysis()["flops"] < 2 * M * N * K
+
+
+def shape(dims, dtype, sharding=None):
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+
+# ---- on a mesh, and its gradient
+
+
+@pytest.mark.parametrize("form", [F32, Int8, Fp8, Mxfp4])
+@pytest.mark.parametrize("implementation", FORMS, ids=str)
+def test_experts_and_columns_split_over_eight_devices_give_the_same(implementation, form):
+    """Each device turns the rows so that those of its experts come first, and gives zeros to the
+    rest. Without a kernel, under the check of replication."""
+    (x, w, sizes, bias), want = make(Case(64, 8, 256, 96, form=form, bias=True))
+    spec = P("expert", "tensor")
+
+    def one_device(x, w, sizes, bias, start):
+        mine = jnp.roll(x, -start[0], axis=0)
+        y = ragged_dot(mine, w, sizes, bias_EN=bias, implementation=implementation)
+        # partial over expert -> replicated
+        return jax.lax.psum(jnp.roll(y, start[0], axis=0), "expert")
+
+    product = jax.shard_map(
+        one_device,
+        mesh=make_mesh(expert=4, tensor=2),
+        in_specs=(P(), jax.tree.map(lambda a: spec, w), P("expert"), spec, P("expert")),
+        out_specs=P(None, "tensor"),
+        check_vma=implementation in ("reference", "blocked"),
+    )
+    if form is Int8:
+        w = jax.tree.map(jnp.asarray, w)
+    starts = np.concatenate([[0], np.cumsum(sizes)])[:-1:2].astype(np.int32)
+    assert_close(jax.jit(product)(x, w, sizes, bias, starts), want, rtol=F32_RTOL)
+
+
+@pytest.mark.parametrize("name", ["x", "w", "bias"])
+def test_gradients_of_the_reference_match_differences_of_the_formula(name):
+    """Along a random direction; the formula is linear in each argument but for the others' part."""
+    (x, w, sizes, bias), y = make(Case(64, 8, 40, 56, bias=True))
+    rng = np.random.default_rng(1)
+    weight, arrays = rng.standard_normal(y.shape), dict(x=x, w=w, bias=bias)
+    direction = rng.standard_normal(arrays[name].shape).astype(np.float32)
+
+    def loss(value):
+        a = arrays | {name: value}
+        y = ragged_dot(a["x"], a["w"], sizes, bias_EN=a["bias"], implementation="reference")
+        return (y * weight).sum()
+
+    gradient = jax.jit(jax.grad(loss))(arrays[name])
+    a = {k: np.asarray(v, np.float64) for k, v in arrays.items()}
+    moved = a | {name: a[name] + direction}
+    there, here = (oracle(z["x"], z["w"], sizes, z["bias"]) for z in (moved, a))
+    assert_close(np.vdot(gradient, direction), ((there - here) * weight).sum(), rtol=1e-5)
+
+
+# ---- compiled for TPUs that are not there, at published widths
+
+CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+WIDTHS = {  # E, N, K
+    "qwen3-30b up": (BF16, 128, 768, 2048),
+    "qwen3-30b down": (Int8, 128, 2048, 768),
+    "gpt-oss-20b gate and up": (Mxfp4, 32, 5760, 2880),
+    "gpt-oss-20b down": (Mxfp4, 32, 2880, 2880),
+    "gpt-oss-20b down, bf16": (BF16, 32, 2880, 2880),
+    "deepseek-r1 up": (Fp8, 32, 2048, 7168),
+    "deepseek-r1 down": (Fp8, 32, 7168, 2048),
+}
+
+
+def compile_for(chip, form, M, E, N, K, dtype=BF16):
+    mesh = Mesh(np.array(devices_of(chip)[:1]), ("x",))
+    put = NamedSharding(mesh, P())
+    args = (shape((M, K), dtype, put), shapes_of(form, E, N, K, put), shape((E,), jnp.int32, put))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(ragged_dot).lower(*args).compile()
+
+
+def operations(compiled):
+    return [op for op, *_ in executed(parse(compiled.as_text()))]
+
+
+def weights_written(compiled, w, shards=1):
+    """The operations that make an array as large as one of w's. Those into on-chip memory are no
+    temporaries, and count too."""
+    given = {(a.shape[0] // shards, *a.shape[1:]) for a in jax.tree.leaves(w)}
+    found = []
+    for op in operations(compiled):
+        if op.kind not in (*VIEWS, *CONTROL, "custom-call"):
+            dims = [re.findall(r"\d+", name.split("[")[1]) for name, *_ in arrays(op.type)]
+            found += [op for d in dims if tuple(map(int, d)) in given]
+    return found
+
+
+@pytest.mark.parametrize("M", [8, 512])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_the_kernel_compiles_and_no_weight_is_copied(chip, width, M):
+    """On a CPU host, without naming it. What it needs is room for x and y in other layouts."""
+    form, E, N, K = WIDTHS[width]
+    compiled = compile_for(chip, form, M, E, N, K)
+    kernels = [op for op in operations(compiled) if "tpu_custom_call" in op.rest]
+    assert [op.name.split(".")[0] for op in kernels] == ["ragged_dot"]
+    assert compiled.memory_analysis().temp_size_in_bytes < (1 << 20) + 4 * M * (K + N)
+    assert not weights_written(compiled, shapes_of(form, E, N, K))
+
+
+def test_with_experts_on_several_chips_no_weight_is_copied_either_if_laid_out_row_by_row():
+    """4-bit rows of 2880 are 1440 bytes, no multiple of 128: XLA would lay them out otherwise."""
+    mesh = make_mesh(expert=2, tensor=2, devices=devices_of("v5e:2x2"))
+    put = NamedSharding(mesh, P("expert"))
+    w, sizes = shapes_of(Mxfp4, 32, 2880, 2880, put), shape((32,), jnp.int32, put)
+    x = shape((8, 2880), BF16, NamedSharding(mesh, P()))
+    specs = (P(), P("expert"), P("expert"))
+    product = jax.shard_map(
+        ragged_dot, mesh=mesh, in_specs=specs, out_specs=P("expert"), check_vma=False
+    )
+    assert not weights_written(jax.jit(product).lower(x, w, sizes).compile(), w, shards=2)
+    plain = jax.tree.map(lambda a: shape(a.shape, a.dtype, put), w)
+    assert weights_written(jax.jit(product).lower(x, plain, sizes).compile(), w, shards=2)
+
+
+# ---- refusals
+
+
+def refusal(*args, **options):
+    with pytest.raises(ValueError) as error:
+        ragged_dot(*args, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+SIZES_4 = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+
+@pytest.mark.parametrize("form", [F32, Int8, Fp8, Mxfp4])
+def test_weights_that_do_not_fit_the_rows_or_the_groups_are_refused(form):
+    x, w = shape((8, 96), F32), shapes_of(form, 4, 136, 96)
+    for arguments in (
+        (shape((8, 64), F32), w, SIZES_4),
+        (x, w, shape((3,), jnp.int32)),
+        (x, jax.tree.map(lambda a: shape((*a.shape, 1), a.dtype), w), SIZES_4),
+    ):
+        assert "need weights of" in refusal(*arguments)
+    if form is not F32:
+        assert "need weights of" in refusal(x, w._replace(scale=shape((4, 7), F32)), SIZES_4)
+    assert "bias of (4, 136)" in refusal(x, w, SIZES_4, bias_EN=shape((4, 96), F32))
+
+
+def test_rows_of_4_bit_weights_that_are_no_whole_groups_are_refused():
+    w = Mxfp4(shape((4, 136, 36), jnp.uint8), shape((4, 136, 2), jnp.uint8))
+    assert "72" in refusal(shape((8, 72), F32), w, SIZES_4)
+
+
+def test_an_unknown_implementation_is_refused_with_those_there_are():
+    message = refusal(*make(CASES[0])[0][:3], implementation="dense")
+    assert "'dense'" in message and "'reference', 'blocked', 'tpu'" in message
+
+
+@pytest.mark.parametrize(
+    "dtype, K, word", [(BF16, 100_000, "100000"), (jnp.float16, 96, "float16")]
+)
+def test_what_the_kernel_does_not_support_is_refused_by_name_and_else_runs_without_it(
+    dtype, K, word
+):
+    args = (shape((8, K), dtype), shape((4, 136, K), dtype), SIZES_4)
+    assert word in refusal(*args, implementation="tpu")
+    supported = shape((8, 96), BF16), shape((4, 136, 96), BF16)
+    for arguments, kernels in ((args, False), (supported, True)):
+        traced = jax.jit(ragged_dot).trace(*arguments[:2], SIZES_4)
+        lowered = traced.lower(lowering_platforms=("tpu",)).as_text()
+        assert ("tpu_custom_call" in lowered) == kernels
