@@ -46,6 +46,15 @@ def test_perplexity_of_the_embedded_model_grows_a_little_as_precision_falls(tmp_
     assert "254 tokens scored" in done.stdout
 
 
+def test_kernels_are_compared_and_measured_and_what_is_too_large_is_named():
+    sizes = ["--dtype", "int8", "--batch", 1, "--length", 128, "--tokens", 1, "--repeats", 1]
+    done = run("kernels", *sizes, "--gigabytes", 0.25)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^\| (.*), (?:batch 1, length 128|1 tokens) \| int8 \|", done.stdout, re.M)
+    assert {"llama3.1-8b", "deepseek-r1", "qwen3-30b-a3b down"} <= set(rows)
+    assert re.search(r"left out: .*deepseek-r1 gate, 1 tokens, int8 \(3.5 GiB\)", done.stdout)
+
+
 def test_a_mistake_is_one_line(tmp_path):
     for done in (
         run("generate", "--ckpt", tmp_path, "--rounds", 1),

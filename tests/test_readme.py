@@ -12,7 +12,9 @@ import pytest
 from common import cli
 
 ROOT = Path(__file__).parent.parent
-READMES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]
+READMES = sorted(
+    {*ROOT.glob("README.md"), *ROOT.glob("*/README.md"), *ROOT.glob("common/*/README.md")}
+)
 
 
 def blocks(language):
