@@ -27,9 +27,9 @@ from common.kernels import ragged_dot_gpu as ragged
 from common.kernels.decode_attention_gpu import decode_attention_gpu, plan_of, unsupported
 from common.kernels.hopper import plgpu
 from common.kernels.ragged_dot_gpu import list_tiles, ragged_dot_gpu, rows_of_tile
-from common.quant import Fp8, Int8, dequantize_fp8
+from common.quant import Fp8, Int8, Mxfp4, dequantize_fp8, dequantize_mxfp4
 
-BF16, INT8, FP8 = jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn
+BF16, INT8, FP8, U8 = jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn, jnp.uint8
 
 IMPORTED = pytest.mark.skipif(
     plgpu is None, reason="JAX 0.10 imports Mosaic GPU only with absl-py installed"
@@ -232,6 +232,8 @@ def weights(form, E, N, K, shape=jax.ShapeDtypeStruct):
         return Int8(shape((E, N, K), INT8), shape((E, N), jnp.float32))
     if form is Fp8:
         return Fp8(shape((E, N, K), FP8), shape((E, -(-N // 128), -(-K // 128)), jnp.float32))
+    if form is Mxfp4:
+        return Mxfp4(shape((E, N, K // 2), U8), shape((E, N, K // 32), U8))
     return shape((E, N, K), form)
 
 
@@ -247,6 +249,8 @@ GROUPS = [
     Groups((2, 0, 40), 0, 144, 96, Int8),
     Groups((0, 3, 9), 0, 272, 160, Fp8),
     Groups((17, 0, 1), 3, 128, 200, Fp8),
+    Groups((0, 3, 9), 2, 416, 80, Mxfp4),  # part of a block of columns; of rows, some twice
+    Groups((17, 0, 1), 3, 32, 128, Mxfp4),
     Groups((0, 0), 9, 128, 64),
 ]
 
@@ -262,12 +266,17 @@ def test_ragged_dot_multiplies_each_row_by_its_experts_matrix(case, capfd, monke
     x = np.append(rng.standard_normal((len(own), K)), np.full((tail, K), np.nan), axis=0)
 
     def draw(shape, dtype):
-        values = rng.integers(-127, 128, shape) if dtype == INT8 else rng.standard_normal(shape)
+        if dtype == U8:  # codes, or scales
+            values = rng.integers(*((118, 134) if shape[2] == K // 32 else (0, 256)), shape)
+        elif dtype == INT8:
+            values = rng.integers(-127, 128, shape)
+        else:
+            values = rng.standard_normal(shape)
         return jnp.asarray(values, dtype)
 
     w = weights(form, E, N, K, draw)
     wide = w.values * w.scale[..., None] if form is Int8 else w
-    wide = np.float64(dequantize_fp8(w) if form is Fp8 else wide)
+    wide = np.float64({Fp8: dequantize_fp8, Mxfp4: dequantize_mxfp4}.get(form, lambda w: wide)(w))
     arrays = dict(
         x_MK=jnp.asarray(x, BF16),
         w_ENK=w,
@@ -328,6 +337,9 @@ REAL_GROUPS = {
         (8, 7168, 2048, 32, Fp8),
         (2048, 2880, 2880, 32, BF16),
         (1024, 2048, 7168, 8, Fp8),
+        (8, 2880, 5760, 32, Mxfp4),
+        (64, 416, 360, 32, Mxfp4),
+        (2048, 2880, 2880, 32, Mxfp4),
     )
 }
 
@@ -356,7 +368,7 @@ def test_the_kernel_lowers_for_cuda_on_a_machine_without_a_gpu(case, devices):
 
 
 @IMPORTED
-@pytest.mark.parametrize("case", list(REAL_GROUPS)[:3])
+@pytest.mark.parametrize("case", [*list(REAL_GROUPS)[:3], "M8-K2880-N5760-E32-Mxfp4"])
 def test_ragged_dot_lowers_for_cuda_on_a_machine_without_a_gpu(case):
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=HOPPER)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -465,6 +477,9 @@ REFUSED = {
     "latent cache in bfloat16, not int8": dict(cache=INT8, latent=True, Hv=32),
     "no heads as wide as [1024, 64]": dict(H=1024, Hv=64),
     "divides by 4, not 150": dict(cache=INT8, scaled=True),
+    "scales of both keys and values": dict(
+        k_scale_BKS=jax.ShapeDtypeStruct((2, 2, 150), "float32")
+    ),
 }
 
 
@@ -472,7 +487,7 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_the_kernel_cannot_do_is_refused_in_one_sentence(message):
     options = dict(REFUSED[message])
-    replaced = {x: options.pop(x) for x in ("q_BTNH",) if x in options}
+    replaced = {x: options.pop(x) for x in ("q_BTNH", "k_scale_BKS") if x in options}
     case = Case(64, 2, 2, 1, 150)._replace(**options)
     arrays = shapes_of(case, 2) | replaced
     with pytest.raises(ValueError) as error:
@@ -484,15 +499,16 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_sentence(message):
 @pytest.mark.parametrize("case", CASES + REAL, ids=str)
 def test_what_the_kernel_can_do_is_not_refused(case):
     arrays = shapes_of(case, 2)
-    names = ("q_BTNH", "k_BKSH", "v_BKSH", "k_scale_BKS")
+    names = ("q_BTNH", "k_BKSH", "v_BKSH", "k_scale_BKS", "v_scale_BKS")
     v_dim = case.Hv if case.latent else None
     assert unsupported(*(arrays.get(x) for x in names), v_dim) is None
 
 
 REFUSED_GROUPS = {
     "rows of bfloat16, not float32": dict(x_MK=jax.ShapeDtypeStruct((8, 64), jnp.float32)),
-    "weights in bfloat16, Int8 and Fp8": dict(w_ENK=jax.ShapeDtypeStruct((4, 96, 64), FP8)),
+    "weights in bfloat16, Int8, Fp8 and Mxfp4": dict(w_ENK=jax.ShapeDtypeStruct((4, 96, 64), FP8)),
     "a multiple of 16 columns, not 72": dict(x_MK=jax.ShapeDtypeStruct((8, 72), BF16)),
+    "of 64 rows or more, not 48": dict(w_ENK=weights(Mxfp4, 4, 48, 64)),
 }
 
 

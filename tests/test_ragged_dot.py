@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from common.dryrun import CONTROL, VIEWS, arrays, devices_of, executed, parse
 from common.kernels import ragged_dot as module
 from common.kernels.ragged_dot import ragged_dot, row_major
-from common.kernels.ragged_dot_tpu import Pairs, list_pairs
+from common.kernels.ragged_dot_tpu import Pairs, list_pairs, ragged_dot_tpu
 from common.quant import Fp8, Int8, Mxfp4
 from common.sharding import make_mesh
 
@@ -218,7 +218,7 @@ def test_the_kernel_reads_nothing_unset_or_out_of_bounds_and_does_not_race(
     """Memory that was never written holds NaN here, and a copy arrives when it is waited for."""
     inputs, want = make(case)
     interpret = pltpu.InterpretParams(detect_races=True)
-    kernel = functools.partial(module._tpu, out_dtype=case.dtype, interpret=interpret)
+    kernel = functools.partial(ragged_dot_tpu, out_dtype=case.dtype, interpret=interpret)
     y = jax.jit(kernel)(*inputs)
     assert_close(y, want, rtol=bound(case))
     assert "RACE" not in "".join(capfd.readouterr())

@@ -81,10 +81,10 @@ def ragged_decode_attention(
         partial(_kernel, kernel, scale=scale, v_dim=v_dim)
         for kernel in (decode_attention_tpu, decode_attention_gpu)
     )
-    cache = q_BTNH, k_BKSH, v_BKSH, k_scale_BKS
+    arrays = q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS
     kernels = dict(
-        tpu=Kernel("tpu", on_tpu, tpu_refuses(*cache, v_scale_BKS)),
-        gpu=Kernel("cuda", on_gpu, gpu_refuses(*cache, v_dim)),
+        tpu=Kernel("tpu", on_tpu, tpu_refuses(*arrays)),
+        gpu=Kernel("cuda", on_gpu, gpu_refuses(*arrays, v_dim)),
     )
     args = (q_BTNH, k_BKSH, v_BKSH, lengths_B, starts_BT, scales | dict(sinks_N=sinks_N))
     o, lse = dispatch(implementation, args, plain, kernels)

@@ -119,6 +119,7 @@ def unsupported(
     k_BKSH: Any,
     v_BKSH: Any,
     k_scale_BKS: Any = None,
+    v_scale_BKS: Any = None,
     v_dim: int | None = None,
 ) -> str | None:
     """What `decode_attention_gpu` cannot do about such arrays (or shapes), in one sentence; None
@@ -134,6 +135,8 @@ def unsupported(
         return f"the GPU kernel takes a bfloat16, int8 or float8_e4m3fn cache, not {dtypes}"
     if narrow and v_BKSH is None:
         return f"the GPU kernel takes a latent cache in bfloat16, not {dtypes[0]}"
+    if (k_scale_BKS is None) != (v_scale_BKS is None):
+        return "the GPU kernel takes scales of both keys and values, or of neither"
     widths, multiple = [k_BKSH.shape[-1], v_dim or caches[-1].shape[-1]], 32 if narrow else 16
     if any(x % multiple for x in widths) or (widths[1] > COLUMNS and widths[1] % (2 * multiple)):
         return f"the GPU kernel takes {dtypes[0]} heads of a multiple of {multiple}, not {widths}"
@@ -416,7 +419,7 @@ def decode_attention_gpu(
     Raises ValueError for what `unsupported` names. The reads are those of the filled and visible
     blocks, once per 64 query rows of a head.
     """
-    reason = unsupported(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_dim)
+    reason = unsupported(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS, v_dim)
     if reason is not None:
         raise ValueError(reason)
     plan = plan_of(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_dim)

@@ -126,7 +126,10 @@ def through_ring(
 
 
 def matrix(rows: tuple[int, ...], columns: int, dtype: Any, tile: int) -> Any:
-    """Shared memory in the tiles that copies write and tensor cores read."""
-    bits = 8 * jnp.dtype(dtype).itemsize
-    transforms = plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(tile * bits // 8)
+    """Shared memory in the tiles that copies write and tensor cores read. Tiles of 16 bytes, which
+    the latter cannot read, are left out."""
+    width = tile * jnp.dtype(dtype).itemsize
+    if width < 32:
+        return plgpu.SMEM((*rows, columns), dtype, transforms=(plgpu.TilingTransform((8, tile)),))
+    transforms = plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(width)
     return plgpu.SMEM((*rows, columns), dtype, transforms=transforms)

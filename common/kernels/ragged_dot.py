@@ -52,8 +52,9 @@ def ragged_dot(
       out_dtype: of the result; that of x unless given.
       implementation: "reference", which alone has a gradient; "blocked", plain jnp that does the
         work of the groups alone; "tpu" (all but rows too long for on-chip memory) and "gpu"
-        (Hopper; bf16 rows; weights in bf16, Int8 or Fp8), which elsewhere are interpreted (for
-        tests); or None to choose: the platform's kernel if it takes these arrays, else "blocked".
+        (Hopper; bf16 rows; weights in bf16, Int8, Fp8 or Mxfp4), which elsewhere are interpreted
+        (for tests); or None to choose: the platform's kernel if it takes these arrays, else
+        "blocked".
 
     On TPU, XLA lays out an array whose last dimension is not a multiple of 128 as it likes, and
     copies all of it for the kernel: have such weights placed as `row_major` says.

@@ -5,8 +5,13 @@
 Few rows are bound by reading the matrices of the experts that have some, so the product is turned
 around: y^T = w x^T, where 64 rows of w are what a tensor core multiplies at once, and x adds as few
 columns as there are rows. A block of threads walks along K, 128 columns at a time, through a ring
-of asynchronous copies of both. int8 and fp8 go through registers into bf16. An expert without rows
-has no tile, so its matrix is not read.
+of asynchronous copies of both. What is narrower goes through registers into bf16. An expert without
+rows has no tile, so its matrix is not read.
+
+4-bit weights hold two neighbours of a row in a byte. They are not interleaved again: x has the even
+columns of each block before the odd ones instead. Their scales are too narrow for the copy engine:
+each thread loads those of its rows, one block ahead. Nothing stops such a load at the end of a
+matrix, so the last 64 rows are taken from there, and some rows are multiplied twice.
 
 Tiles begin at multiples of 8 rows, where the copy engine can: a tile may hold rows of neighbours,
 whose results nobody takes. Rows, matrices and results may end inside a tile: the copy engine reads
@@ -15,6 +20,7 @@ zeros and drops what lies outside.
 With many rows per expert this form is correct and slow: it reads x once per 64 columns of y.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,7 +45,8 @@ from common.kernels.hopper import (
     unsupported_here,
     upcast,
 )
-from common.quant import FP8_BLOCK, Fp8, Int8
+from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Int8, Mxfp4, e2m1, e8m0
+from common.sharding import round_up
 
 Array = jax.Array
 
@@ -99,26 +106,65 @@ def unsupported(x_MK: Any, w_ENK: Any) -> str | None:
     K = x_MK.shape[1]
     if x_MK.dtype != WIDE:
         return f"the GPU kernel of ragged_dot takes rows of bfloat16, not {x_MK.dtype}"
-    if not isinstance(w_ENK, Int8 | Fp8) and getattr(w_ENK, "dtype", None) != WIDE:
-        return "the GPU kernel of ragged_dot takes weights in bfloat16, Int8 and Fp8 only"
+    if not isinstance(w_ENK, Int8 | Fp8 | Mxfp4) and getattr(w_ENK, "dtype", None) != WIDE:
+        return "the GPU kernel of ragged_dot takes weights in bfloat16, Int8, Fp8 and Mxfp4 only"
+    if isinstance(w_ENK, Mxfp4) and (N := w_ENK.values.shape[1]) < ROWS:
+        return f"the GPU kernel of ragged_dot takes Mxfp4 matrices of {ROWS} rows or more, not {N}"
     if K % 16:
         return f"the GPU kernel of ragged_dot takes rows of a multiple of 16 columns, not {K}"
     return None
 
 
+def split_columns(x_MK: Array) -> Array:
+    """x [M, K] for 4-bit weights: of each block of COLUMNS the even ones, then the odd ones; with
+    zeros up to a whole block."""
+    M, K = x_MK.shape
+    x_MK = jnp.pad(x_MK, ((0, 0), (0, -K % COLUMNS)))
+    return x_MK.reshape(M, -1, COLUMNS // 2, 2).swapaxes(2, 3).reshape(M, -1)
+
+
+def _powers(scale_g: Any, expert: Array, row: Array, i: Array) -> tuple[Array, ...]:
+    """The powers of two of block i of COLUMNS of ROWS rows, group by group: float32 [ROWS] each.
+    Groups past the last one have codes of 0: any scale does."""
+
+    def power(j: int) -> Array:
+        group = jnp.minimum(i * (COLUMNS // MXFP4_GROUP) + j, scale_g.shape[2] - 1)
+        column = scale_g.at[expert, pl.ds(row, ROWS), group]
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        index = () if hasattr(plgpu, "InterpretGPUParams") else (None,)  # JAX 0.10 asks for one
+        return e8m0(plgpu.load(column, *index, layout=layout, optimized=False).astype(jnp.int32))
+
+    return tuple(power(j) for j in range(COLUMNS // MXFP4_GROUP))
+
+
+def _upcast_mxfp4(w_s: Any, powers: tuple[Array, ...], wide_s: Any) -> None:
+    """Bytes [ROWS, COLUMNS / 2] -> bf16: the low halves, then the high ones. 16 bytes share a
+    scale."""
+    half = COLUMNS // 2
+    byte = plgpu.layout_cast(w_s[...].astype(jnp.int32), plgpu.Layout.WGMMA)
+    shape = ROWS, half // len(powers)
+    scale = lax.concatenate([lax.broadcast_in_dim(p, shape, [0]) for p in powers], 1)
+    for at, code in ((0, byte & 15), (half, byte >> 4)):
+        wide_s[:, at : at + half] = (e2m1(code) * scale).astype(WIDE)
+
+
 def _multiply(*refs: Any, stages: int, interpret: Any, ring: Any, wide: Any, full: Any, free: Any):
     """One tile of one expert. In main memory: expert, start and use of the tiles [3, tiles]; x [M,
-    K]; w [E, N, K]; an fp8 scale [E, blocks of N, blocks of K]; the result [tiles, N, rows]."""
+    K]; w [E, N, K], or packed; a scale of fp8 [E, blocks of N, blocks of K], of mxfp4 [E, N,
+    groups of K]; the result [tiles, N, rows], of mxfp4 its N rounded up to ROWS."""
     tiles_g, x_g, w_g, *scale_g, y_g = refs
     s, n = lax.axis_index("s"), lax.axis_index("n")
     expert, start, used = (tiles_g[i, s] for i in range(3))
     x_s, w_s = ring
-    rows = x_s.shape[1]
+    rows, packed = x_s.shape[1], w_g.dtype == jnp.uint8
+    row = n * ROWS
+    if packed:  # the scales do not come by the copy engine, which knows where a matrix ends
+        row = jnp.minimum(row, w_g.shape[1] - ROWS)
 
     def copy(i: Array, slot: Array) -> None:
-        columns = pl.ds(i * COLUMNS, COLUMNS)
-        of_x = x_g.at[pl.ds(pl.multiple_of(start, ALIGNMENT), rows), columns]
-        of_w = w_g.at[expert, pl.ds(n * ROWS, ROWS), columns]
+        x_at, w_at = (pl.ds(i * c, c) for c in (COLUMNS, w_s.shape[2]))
+        of_x = x_g.at[pl.ds(pl.multiple_of(start, ALIGNMENT), rows), x_at]
+        of_w = w_g.at[expert, pl.ds(row, ROWS), w_at]
         plgpu.copy_gmem_to_smem(of_x, x_s.at[slot], full.at[slot])
         plgpu.copy_gmem_to_smem(of_w, w_s.at[slot], full.at[slot])
 
@@ -133,6 +179,13 @@ def _multiply(*refs: Any, stages: int, interpret: Any, ring: Any, wide: Any, ful
             return acc + product(w, x) * scale_g[0][expert, lax.div(n * ROWS, FP8_BLOCK), i]
         return add_product(acc, w, x, interpret)
 
+    def step_mxfp4(i: Array, slot: Array, carry: Any) -> Any:
+        acc, powers = carry
+        later = _powers(scale_g[0], expert, row, i + 1)  # on their way during this step
+        _upcast_mxfp4(w_s.at[slot], powers, wide[0])
+        plgpu.commit_smem()
+        return add_product(acc, wide[0], x_s.at[slot].transpose((1, 0)), interpret), later
+
     def write(y_s: Any) -> None:
         y_s[...] = acc
         plgpu.commit_smem()
@@ -141,7 +194,12 @@ def _multiply(*refs: Any, stages: int, interpret: Any, ring: Any, wide: Any, ful
 
     zero = plgpu.layout_cast(jnp.zeros((ROWS, rows), jnp.float32), plgpu.Layout.WGMMA)
     count = used * -(-x_g.shape[1] // COLUMNS)
-    acc = through_ring(zero, count, stages, True, copy, step, full=full, free=free)
+    walk = partial(through_ring, full=full, free=free)
+    if packed:
+        first = zero, _powers(scale_g[0], expert, row, jnp.int32(0))
+        acc, _ = walk(first, count, stages, True, copy, step_mxfp4)
+    else:
+        acc = walk(zero, count, stages, True, copy, step)
     pl.run_scoped(write, plgpu.SMEM((ROWS, rows), jnp.float32))
 
 
@@ -154,22 +212,29 @@ def ragged_dot_gpu(
     out_dtype: Any,
     interpret: Any = False,
 ) -> Array:
-    """`ragged_dot` on a Hopper GPU, of bf16 x and bf16, Int8 or Fp8 w; `interpret` says whether to
-    run it on the CPU. Raises ValueError for what `unsupported` names."""
+    """`ragged_dot` on a Hopper GPU, of bf16 x and bf16, Int8, Fp8 or Mxfp4 w; `interpret` says
+    whether to run it on the CPU. Raises ValueError for what `unsupported` names."""
     if reason := unsupported(x_MK, w_ENK):
         raise ValueError(reason)
     interpret, values = interpreter(interpret), jax.tree.leaves(w_ENK)[0]
     M, (E, N, _) = x_MK.shape[0], values.shape
     rows = rows_of_tile(M, E)
     tiles = list_tiles(group_sizes_E, M, rows)
-    narrow = jnp.dtype(values.dtype) in NARROW
-    block = COLUMNS * (ROWS * values.dtype.itemsize + rows * WIDE.itemsize)
+    packed = isinstance(w_ENK, Mxfp4)
+    narrow, columns = packed or jnp.dtype(values.dtype) in NARROW, COLUMNS // (1 + packed)
+    tile = math.gcd(values.shape[2], 64) if packed else 64  # whole ones in a row
+    block = columns * ROWS * values.dtype.itemsize + COLUMNS * rows * WIDE.itemsize
     fixed = narrow * ROWS * COLUMNS * WIDE.itemsize + ROWS * rows * 4 + OVERHEAD
     stages = min((SHARED // 2 - fixed) // block, MAX_STAGES)
-    ring = [matrix((stages, r), COLUMNS, d, 64) for r, d in ((rows, WIDE), (ROWS, values.dtype))]
+    ring = [
+        matrix((stages, rows), COLUMNS, WIDE, 64),
+        matrix((stages, ROWS), columns, values.dtype, tile),
+    ]
+    written = round_up(N, ROWS) if packed else N
+    blocks = [w_ENK.scale] if isinstance(w_ENK, Fp8 | Mxfp4) else []
     y_SNR = plgpu.kernel(
         partial(_multiply, stages=stages, interpret=interpret),
-        out_type=jax.ShapeDtypeStruct((len(tiles.expert), N, rows), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((len(tiles.expert), written, rows), jnp.float32),
         grid=(len(tiles.expert), -(-N // ROWS)),
         grid_names=("s", "n"),
         scratch_types=dict(
@@ -181,8 +246,11 @@ def ragged_dot_gpu(
         compiler_params=compiler_params(),
         interpret=interpret,
         kernel_name="ragged_dot_gpu",
-    )(jnp.stack(tiles[:3]), x_MK, values, *([w_ENK.scale] if isinstance(w_ENK, Fp8) else []))
+    )(jnp.stack(tiles[:3]), split_columns(x_MK) if packed else x_MK, values, *blocks)
     y_MN = y_SNR[tiles.tile_M, :, tiles.row_M]
+    if written > N:  # the last ROWS of them are those of the matrix
+        last = N // ROWS * ROWS
+        y_MN = jnp.concatenate([y_MN[:, :last], y_MN[:, written - N % ROWS :]], axis=1)
     own_M = jnp.minimum(tiles.expert_M, E - 1)
     if isinstance(w_ENK, Int8):
         y_MN = y_MN * w_ENK.scale[own_M]
