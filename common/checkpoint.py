@@ -8,6 +8,7 @@ Columns are picked from whole rows, as storage reads past a gap of some kilobyte
 it takes to seek over it.
 """
 
+import enum
 import itertools
 import json
 import math
@@ -26,7 +27,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from common.quant import INT8, Form, Int8
+from common.quant import INT8, Form, Fp8, Int8, Mxfp4, Transposed, is_leaf, is_stored, specs_like
 
 FILES = [
     *("config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json"),
@@ -35,7 +36,9 @@ FILES = [
 ]
 OTHER_LAYOUTS = ["*/*", "consolidated*"]  # the same weights, as the authors' own code names them
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+STORED = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "U8": np.dtype(np.uint8)}  # kept as they are
+DTYPES = FLOATS | STORED
 CHUNK = 1 << 20  # bytes: stays in the CPU's cache between the read and the cast
 RANDOM_STD = 0.02
 
@@ -49,6 +52,13 @@ class Order(NamedTuple):
     axis: int
     size: int
     blocks: tuple[int, ...]
+
+
+class Axes(enum.Enum):
+    """Other ways in which the axes of a weight are stored."""
+
+    SWAPPED = "the last two the other way round"
+    SPLIT = "the last one as two"
 
 
 class StoredTensor(NamedTuple):
@@ -69,16 +79,27 @@ class Run(NamedTuple):
     length: int
 
 
-class Placement(NamedTuple):
-    """A stored tensor and the global array that it becomes."""
+class Stored(NamedTuple):
+    """The stored tensor that becomes a weight, or those that are stacked to become one."""
 
-    tensor: StoredTensor
-    order: Order | None
+    tensors: tuple[StoredTensor, ...]
+    order: Order | Axes | None
+    stacked: bool
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.tensors[0].dtype]
+
+
+class Placement(NamedTuple):
+    """What is stored and the global array that it becomes."""
+
+    stored: Stored
     shape: tuple[int, ...]  # padded
     sharding: NamedSharding
 
 
-Table = dict[str, tuple[str | None, Order | None]]
+Table = dict[str, tuple[str | None, Order | Axes | None]]
 
 
 def locate(ckpt: str, revision: str | None = None) -> Path:
@@ -207,12 +228,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _is_shape(x: Any) -> bool:
-    return type(x) is tuple and bool(x) and all(isinstance(n, int) for n in x)
+    return is_leaf(x) and not is_stored(x)
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
+def _by_path(tree: Any, leaf: Callable[[Any], bool] = _is_shape) -> dict[str, Any]:
     """The leaves, shapes or specs, by a path like "layers.0.wq"."""
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: _is_shape(x) or isinstance(x, P))
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: leaf(x) or isinstance(x, P))
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
@@ -227,38 +248,68 @@ def _fill(pattern: str, numbers: list[str]) -> str:
 
 
 def assign(
-    tensors: dict[str, StoredTensor], table: Table, shapes: dict[str, tuple[int, ...]]
-) -> tuple[dict[str, tuple[StoredTensor, Order | None]], list[str]]:
-    """The stored tensor of each weight, and all that is wrong, a line each."""
-    found: dict[str, tuple[StoredTensor, Order | None]] = {}
+    tensors: dict[str, StoredTensor], table: Table, shapes: dict[str, Any]
+) -> tuple[dict[str, Stored], list[str]]:
+    """What is stored of each weight, and all that is wrong, a line each."""
+    found: dict[str, dict[int, StoredTensor]] = {path: {} for path in shapes}
     wrong: list[str] = []
     for name, tensor in tensors.items():
         pattern, numbers = _starred(name)
         target, order = table.get(pattern, ("", None))
         if target is None:
             continue
-        path = _fill(target, numbers)
-        problems = []
-        if path not in shapes:
-            problems.append("is not a weight of this model" + f": it has no {path}" * bool(path))
-        elif path in found:
-            problems.append(f"is the same weight as {found[path][0].name}; which one is meant?")
+        path, place = _fill(target, numbers), [int(n) for n in numbers[target.count("*") :]]
+        if order is Axes.SPLIT:
+            tensor = tensor._replace(shape=(*tensor.shape[:-2], math.prod(tensor.shape[-2:])))
+        if path in shapes:
+            problems = _misfits(tensor, order, shapes[path], place, found[path])
+            found[path].setdefault(sum(place), tensor)
         else:
-            found[path] = tensor, order
-            if tensor.shape != (shape := shapes[path]):
-                problems.append(
-                    f"has shape {list(tensor.shape)}, but the config says {list(shape)}"
-                )
-            if tensor.dtype not in DTYPES:
-                problems.append(
-                    f"has dtype {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
-                )
+            problems = ["is not a weight of this model" + f": it has no {path}" * bool(path)]
         wrong += [f"{tensor.file.name}: {name} {problem}" for problem in problems]
-    names = {target: name for name, (target, _) in table.items()}
-    for path in [p for p in shapes if p not in found]:
+    names = {target: (name, order) for name, (target, order) in table.items()}
+    stored = {}
+    for path, leaf in shapes.items():
         pattern, numbers = _starred(path)
-        wrong.append(f"no file has {_fill(names[pattern], numbers)}, of shape {list(shapes[path])}")
-    return found, wrong
+        name, order = names[pattern]
+        stacked, (shape, _) = name.count("*") > pattern.count("*"), _shape_and_dtype(leaf)
+        for i in sorted(set(range(shape[0] if stacked else 1)) - set(found[path])):
+            missing, want = _fill(name, [*numbers, str(i)]), list(shape[stacked:])
+            wrong.append(f"no file has {missing}, of shape {want}")
+        stored[path] = Stored(tuple(found[path][i] for i in sorted(found[path])), order, stacked)
+    return stored, wrong
+
+
+def _misfits(
+    tensor: StoredTensor,
+    order: Order | Axes | None,
+    leaf: Any,
+    place: list[int],
+    others: dict[int, StoredTensor],
+) -> list[str]:
+    """Why a tensor is not what belongs into a weight, or at `place` of a stack, which holds
+    `others` so far."""
+    (shape, dtype), problems = _shape_and_dtype(leaf), list[str]()
+    if place and place[0] >= shape[0]:
+        return [f"is not a weight of this model: it has {shape[0]} of them"]
+    if sum(place) in others:
+        return [f"is the same weight as {others[sum(place)].name}; which one is meant?"]
+    want = shape[len(place) :]
+    if order is Axes.SWAPPED:
+        want = (*want[:-2], want[-1], want[-2])
+    if tensor.shape != want:
+        problems.append(f"has shape {list(tensor.shape)}, but the config says {list(want)}")
+    allowed = [name for name, kept in STORED.items() if kept == dtype] or list(FLOATS)
+    if tensor.dtype not in allowed:
+        problems.append(f"has dtype {tensor.dtype}, but only {', '.join(allowed)} can be read")
+    elif others and tensor.dtype != (first := next(iter(others.values()))).dtype:
+        problems.append(f"has dtype {tensor.dtype}, but {first.name} has {first.dtype}")
+    return problems
+
+
+def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], np.dtype | None]:
+    """Of a leaf of a tree of shapes; None where the dtype is the model's."""
+    return (leaf, None) if isinstance(leaf, tuple) else (leaf.shape, np.dtype(leaf.dtype))
 
 
 def runs(stored: int, padded: int, part: tuple[int, int], order: Order | None) -> list[Run]:
@@ -279,12 +330,31 @@ def runs(stored: int, padded: int, part: tuple[int, int], order: Order | None) -
 
 def read_shard(placement: Placement, part: Part, dtype: np.dtype) -> np.ndarray:
     """One part of the padded and reordered array, in `dtype`."""
-    tensor, order, padded, _ = placement
+    (tensors, order, stacked), padded, _ = placement
+    out = _zeros([stop - start for start, stop in part], dtype)
+    if not stacked:
+        _read(tensors[0], order, padded, part, out)
+        return out
+    for tensor, into in zip(tensors[slice(*part[0])], out, strict=True):
+        _read(tensor, order, padded[1:], part[1:], into)
+    return out
+
+
+def _read(
+    tensor: StoredTensor,
+    order: Order | Axes | None,
+    padded: tuple[int, ...],
+    part: Part,
+    out: np.ndarray,
+) -> None:
+    """Fills `out` with one part of a padded and reordered tensor."""
+    if order is Axes.SWAPPED:
+        out, padded = out.swapaxes(-1, -2), (*padded[:-2], padded[-1], padded[-2])
+        part = (*part[:-2], part[-1], part[-2])
     rows, *columns = (
-        runs(n, m, p, order if order is not None and order.axis == axis else None)
+        runs(n, m, p, order if isinstance(order, Order) and order.axis == axis else None)
         for axis, (n, m, p) in enumerate(zip(tensor.shape, padded, part, strict=True))
     )
-    out = _zeros([stop - start for start, stop in part], dtype)
     row_bytes = math.prod(tensor.shape[1:]) * DTYPES[tensor.dtype].itemsize
     step = max(1, CHUNK // row_bytes)
     scratch = np.empty((step, *tensor.shape[1:]), DTYPES[tensor.dtype])
@@ -298,7 +368,6 @@ def read_shard(placement: Placement, part: Part, dtype: np.dtype) -> np.ndarray:
                     there = (slice(p.to, p.to + p.length) for p in pieces)
                     here = (slice(p.start, p.start + p.length) for p in pieces)
                     into[:, *there] = chunk[:, *here]
-    return out
 
 
 def read_into(file: BinaryIO, offset: int, out: np.ndarray) -> None:
@@ -327,7 +396,7 @@ def local_parts(placement: Placement) -> dict[Part, list[jax.Device]]:
 
 
 def _stored_bytes(placement: Placement, part: Part) -> int:
-    return math.prod(stop - start for start, stop in part) * DTYPES[placement.tensor.dtype].itemsize
+    return math.prod(stop - start for start, stop in part) * placement.stored.dtype.itemsize
 
 
 def load_array(placement: Placement, dtype: np.dtype, advance: Callable[[int], None]) -> jax.Array:
@@ -341,12 +410,22 @@ def load_array(placement: Placement, dtype: np.dtype, advance: Callable[[int], N
 
 
 @partial(jax.jit, static_argnames=("form", "dtype", "mesh", "spec"))
-def convert(w: jax.Array, form: Form, dtype: Any, mesh: Mesh, spec: P) -> Any:
-    """Every device converts its own part of a matrix."""
-    run = jax.shard_map(
-        lambda w: form.convert(w, dtype), mesh=mesh, in_specs=spec, out_specs=form.spec(spec)
-    )
-    return run(w)
+def convert(w: Any, form: Form, dtype: Any, mesh: Mesh, spec: P) -> Any:
+    """Every device converts its own part of a matrix, plain or Transposed."""
+
+    def run(w: Any) -> Any:
+        return form.convert(w.values.swapaxes(-1, -2) if isinstance(w, Transposed) else w, dtype)
+
+    in_specs = specs_like(w, spec)
+    return jax.shard_map(run, mesh=mesh, in_specs=(in_specs,), out_specs=form.spec(spec))(w)
+
+
+def _takes(form: Form | None, shape: Any, spec: P) -> bool:
+    """Whether a weight is stored in `form`: matrices are, and stacks of matrices if it is INT8;
+    unless they are quantised already or, as routers are, so small that every device has all."""
+    dense = shape.values if isinstance(shape, Transposed) else shape
+    axes = len(dense) if isinstance(dense, tuple) else 0
+    return form is not None and any(spec) and (axes == 2 or (axes == 3 and form is INT8))
 
 
 def load_weights(
@@ -365,13 +444,20 @@ def load_weights(
 
     `table`: published name, `*` for its numbers -> (path in the weights, None to drop it; Order).
     `shapes` are what is stored, `padded_shapes` what the devices hold: zeros at the end, or where
-    the Order says. ValueError names every unknown, missing and unfitting tensor, a line each.
+    the Order says. A name with one `*` more than its path is that of one of a stack of matrices.
+    What has a dtype of its own among the shapes keeps it.
+
+    ValueError names every unknown, missing and unfitting tensor, a line each.
     """
-    stored, padded, spec = _by_path(shapes), _by_path(padded_shapes), _by_path(specs)
+    stored, padded = _by_path(shapes), _by_path(padded_shapes)
+    spec = _by_path(specs_like(padded_shapes, specs))
     found, wrong = assign(open_tensors(directory), table, stored)
     if wrong:
         raise ValueError("\n".join(wrong))
-    placements = {p: Placement(*found[p], padded[p], NamedSharding(mesh, spec[p])) for p in stored}
+    placements = {
+        p: Placement(found[p], _shape_and_dtype(padded[p])[0], NamedSharding(mesh, spec[p]))
+        for p in stored
+    }
     total = sum(_stored_bytes(x, part) for x in placements.values() for part in local_parts(x))
     done = 0
 
@@ -381,19 +467,31 @@ def load_weights(
         if progress is not None:
             progress(done, total)
 
-    weights: dict[str, Any] = {}
-    for path in sorted(stored, key=lambda p: (found[p][0].file, found[p][0].offset)):
-        placement = placements[path]
-        if form is not None and len(placement.shape) == 2:
-            # From the stored numbers, not from those rounded to `dtype`.
-            dense = load_array(placement, DTYPES[placement.tensor.dtype], advance)
-            matrix = convert(dense, form, np.dtype(dtype), mesh, spec[path])
-            weights[path] = jax.block_until_ready(matrix)
-            del dense
+    def load(path: str, shape: Any, spec: P) -> Any:
+        formed = _takes(form, shape, spec)
+
+        def array(path: str) -> jax.Array:
+            own = _shape_and_dtype(stored[path])[1] or np.dtype(dtype)
+            # What is quantised is what was stored, not what that is after rounding to `dtype`.
+            return load_array(placements[path], found[path].dtype if formed else own, advance)
+
+        if is_stored(shape):
+            weight = type(shape)(*(array(f"{path}.{field}") for field in shape._fields))
         else:
-            weights[path] = load_array(placement, np.dtype(dtype), advance)
-    structure = jax.tree.structure(shapes, is_leaf=_is_shape)
-    return jax.tree.unflatten(structure, [weights[p] for p in stored])
+            weight = array(path)
+        if not formed:
+            return weight
+        return jax.block_until_ready(convert(weight, form, np.dtype(dtype), mesh, spec))
+
+    def place(path: str) -> tuple[Path, int]:
+        first = found[path if path in found else f"{path}.values"].tensors[0]
+        return first.file, first.offset
+
+    shape_of, spec_of = _by_path(shapes, is_leaf), _by_path(specs)
+    order = sorted(shape_of, key=place)
+    weights = {path: load(path, shape_of[path], spec_of[path]) for path in order}
+    structure = jax.tree.structure(shapes, is_leaf=is_leaf)
+    return jax.tree.unflatten(structure, [weights[path] for path in shape_of])
 
 
 def progress_bar(stream: TextIO) -> Progress:
@@ -409,35 +507,54 @@ def progress_bar(stream: TextIO) -> Progress:
     return draw
 
 
-@partial(jax.jit, static_argnames=("shape", "spec", "mesh", "dtype", "form"))
-def random_array(
-    key: Any, shape: tuple[int, ...], spec: P, mesh: Mesh, dtype: Any, form: Form | None
-) -> Any:
-    """One weight: ones for a vector, else uniform numbers of standard deviation RANDOM_STD.
+def _noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Any int32 numbers: a hash of their place (Wellons' lowbias32). jax.random is 15 times slower
+    on CPU, and needs 16 bytes of temporary memory a number."""
+    x = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + jax.random.bits(key)
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return lax.bitcast_convert_type(x ^ (x >> 16), jnp.int32)
 
-    They are a hash of their place (Wellons' lowbias32): jax.random is 15 times slower on CPU, and
-    needs 16 bytes of temporary memory a number.
-    """
-    local = NamedSharding(mesh, spec).shard_shape(shape)
-    form = form if len(shape) == 2 else None
+
+@partial(jax.jit, static_argnames=("shape", "spec", "mesh", "dtype", "form"))
+def random_weight(key: Any, shape: Any, spec: P, mesh: Mesh, dtype: Any, form: Form | None) -> Any:
+    """One weight: ones for a vector, else uniform numbers of standard deviation RANDOM_STD."""
+    form = form if _takes(form, shape, spec) else None
+    specs = specs_like(shape, spec)
+    out_specs = form.spec(spec) if form else specs
+
+    def local(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+        whole, own = _shape_and_dtype(leaf)
+        part = NamedSharding(mesh, spec).shard_shape(whole)
+        return jax.ShapeDtypeStruct(part, own or dtype)
+
+    part = jax.tree.map(local, shape, specs, is_leaf=_is_shape)
 
     def make(key: jax.Array) -> Any:
-        if len(local) == 1:
-            return jnp.ones(local, dtype)
         for axis in jax.tree.leaves(tuple(spec)):
             key = jax.random.fold_in(key, lax.axis_index(axis))
-        x = lax.iota(jnp.uint32, math.prod(local)).reshape(local) + jax.random.bits(key)
-        x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-        x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-        x = lax.bitcast_convert_type(x ^ (x >> 16), jnp.int32)
-        if form is not INT8:
-            w = (x.astype(jnp.float32) * (RANDOM_STD * math.sqrt(3) / 2**31)).astype(dtype)
-            return form.convert(w, dtype) if form else w
-        values = ((x >> 25) * 2 + 1).astype(jnp.int8)  # odd, so that they balance around zero
-        scale = RANDOM_STD * math.sqrt(3 / (128**2 - 1))
-        return Int8(values, jnp.full((1, local[0]), scale, jnp.float32))
+        if isinstance(part, Mxfp4):
+            values = (_noise(key, part.values.shape) >> 24).astype(jnp.uint8)
+            return Mxfp4(values, jnp.full(part.scale.shape, 120, jnp.uint8))  # 2 ** -7 * 2.9
+        dense = part.values if is_stored(part) else part
+        if dense.ndim == 1:
+            return jnp.ones(dense.shape, dense.dtype)
+        if form is INT8:
+            *lead, out, into = dense.shape[::-1] if isinstance(part, Transposed) else dense.shape
+            # Odd, so that they balance around zero.
+            values = ((_noise(key, (*lead, out, into)) >> 25) * 2 + 1).astype(jnp.int8)
+            step = RANDOM_STD * math.sqrt(3 / (128**2 - 1))
+            return Int8(values, jnp.full((*lead, 1, out), step, jnp.float32))
+        w = _noise(key, dense.shape).astype(jnp.float32) * (RANDOM_STD * math.sqrt(3) / 2**31)
+        if isinstance(part, Fp8):
+            largest = RANDOM_STD * math.sqrt(3)
+            scale = jnp.full(part.scale.shape, largest / 448, jnp.float32)
+            return Fp8((w * (448 / largest)).astype(dense.dtype), scale)
+        w = w.astype(dense.dtype)
+        if isinstance(part, Transposed):
+            return Transposed(w) if form is None else form.convert(w.T, dtype)
+        return form.convert(w, dtype) if form else w
 
-    out_specs = form.spec(spec) if form else spec
     return jax.shard_map(make, mesh=mesh, in_specs=P(), out_specs=out_specs)(key)
 
 
@@ -447,7 +564,7 @@ def random_weights(
     """Weights laid out as by `load_weights`, but random; each device makes its own part."""
     key, spec = jax.random.key(seed), _by_path(specs)
     weights = []
-    for i, (path, shape) in enumerate(_by_path(padded_shapes).items()):
+    for i, (path, shape) in enumerate(_by_path(padded_shapes, is_leaf).items()):
         leaf_key = jax.random.fold_in(key, i)
-        weights.append(random_array(leaf_key, shape, spec[path], mesh, np.dtype(dtype), form))
-    return jax.tree.unflatten(jax.tree.structure(padded_shapes, is_leaf=_is_shape), weights)
+        weights.append(random_weight(leaf_key, shape, spec[path], mesh, np.dtype(dtype), form))
+    return jax.tree.unflatten(jax.tree.structure(padded_shapes, is_leaf=is_leaf), weights)

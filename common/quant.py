@@ -1,6 +1,7 @@
 """How weights are stored: plain, quantised or transposed, and the one product that takes them all.
 
-`linear` and `embed_rows` are the only places that ask; models call them and never branch.
+`linear` and `embed_rows`, and `ragged_dot` for stacks of expert matrices, are the only places that
+ask; models call them and never branch.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,9 @@ class Int8(NamedTuple):
     """values * scale, with the scale broadcast.
 
     A weight matrix [out, in] has one scale per output channel and per shard of `in`: scale [shards
-    of in, out], so that a device quantises its own part alone and sees scale [1, out]. A cache [B,
-    K, S, H] has one scale per token and head: scale [B, K, S].
+    of in, out], so that a device quantises its own part alone and sees scale [1, out]; a stack of
+    them [E, out, in] likewise. A cache [B, K, S, H] has one scale per token and head: scale [B, K,
+    S].
     """
 
     values: Any  # int8 array, or its PartitionSpec
@@ -42,43 +44,40 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 class Form(NamedTuple):
     """A way to store matrices."""
 
-    convert: Callable[[jax.Array, Any], Any]  # one device's part of a matrix [out, in]; the dtype
-    spec: Callable[[P], Any]  # from that of the matrix
+    convert: Callable[[jax.Array, Any], Any]  # one device's part of [.., out, in]; the dtype
+    spec: Callable[[P], Any]  # from that of the matrix, which names all of its axes
 
 
 def quantize_weight(w: jax.Array, dtype: Any = None) -> Int8:
-    """One device's part of a matrix [out, in] as int8 with a scale per output channel."""
+    """One device's part of matrices [.., out, in] as int8 with a scale per output channel."""
     values, scale = quantize_rows(w)
-    return Int8(values, scale[None])
+    return Int8(values, scale[..., None, :])
 
 
 def int8_spec(spec: P) -> Int8:
-    """The specs of a quantised matrix [out, in]; its scale is laid out the other way."""
-    out_axis, in_axis = (*spec, None, None)[:2]
-    return Int8(P(out_axis, in_axis), P(in_axis, out_axis))
+    """The specs of quantised matrices [.., out, in]; their scales are laid out the other way."""
+    *lead, out_axis, in_axis = spec
+    return Int8(spec, P(*lead, in_axis, out_axis))
 
 
 def transposed_spec(spec: P) -> Transposed:
-    return Transposed(P(*reversed((*spec, None, None)[:2])))
+    *lead, out_axis, in_axis = spec
+    return Transposed(P(*lead, in_axis, out_axis))
 
 
 INT8 = Form(quantize_weight, int8_spec)
 # XLA's CPU compiler multiplies a few rows of float32 1.4 times faster with what is stored this way.
-TRANSPOSED = Form(lambda w, dtype: Transposed(w.astype(dtype).T), transposed_spec)
+TRANSPOSED = Form(lambda w, dtype: Transposed(w.astype(dtype).swapaxes(-1, -2)), transposed_spec)
 
 
 def specs_like(tree: Any, specs: Any) -> Any:
     """`specs` of plain matrices, adapted to how `tree` stores them."""
-    forms = {Int8: int8_spec, Transposed: transposed_spec}
     return jax.tree.map(
-        lambda x, s: forms[type(x)](s) if type(x) in forms else s,
-        tree,
-        specs,
-        is_leaf=lambda x: type(x) in forms,
+        lambda x, spec: SPECS[type(x)](spec) if is_stored(x) else spec, tree, specs, is_leaf=is_leaf
     )
 
 
-def linear(x: jax.Array, w: jax.Array | Int8, out_dtype: Any = None) -> jax.Array:
+def linear(x: jax.Array, w: Any, out_dtype: Any = None) -> jax.Array:
     """x [..., in] times the transpose of w [out, in]: [..., out] in `out_dtype`, or else in x's.
 
     On CPU an int8 weight meets an activation that is itself rounded to int8, row by row, because
@@ -96,6 +95,8 @@ def linear(x: jax.Array, w: jax.Array | Int8, out_dtype: Any = None) -> jax.Arra
         y = lax.platform_dependent(rows, w.values, cpu=_int8_int8, default=_upcast_int8) * w.scale
     elif isinstance(w, Transposed):
         y = _dot(rows, w.values, jnp.float32, contract=0)
+    elif isinstance(w, Fp8):
+        y = _dot(rows, dequantize_fp8(w).astype(rows.dtype), jnp.float32)
     else:
         y = _dot(rows, w, jnp.float32)
     return y[:n].astype(out_dtype).reshape(*lead, -1)
@@ -136,7 +137,7 @@ def out_features(w: Any) -> int:
     """`out` of a matrix [out, in], however it is stored."""
     if isinstance(w, Transposed):
         return w.values.shape[1]
-    return (w.values if isinstance(w, Int8) else w).shape[0]
+    return (w.values if is_stored(w) else w).shape[0]
 
 
 FP8_BLOCK = 128  # rows and columns of a published fp8 matrix that share a scale
@@ -162,6 +163,42 @@ class Mxfp4(NamedTuple):
 
     values: Any  # uint8 [.., N, K / 2]
     scale: Any  # uint8 [.., N, K / 32]
+
+
+# A tree of shapes has tuples for what takes the dtype of the model, and these for what has its own.
+def fp8_shapes(shape: tuple[int, ...]) -> Fp8:
+    """The shapes of matrices [.., N, K]."""
+    *lead, N, K = shape
+    blocks = (*lead, -(-N // FP8_BLOCK), -(-K // FP8_BLOCK))
+    values = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
+    return Fp8(values, jax.ShapeDtypeStruct(blocks, jnp.float32))
+
+
+def mxfp4_shapes(shape: tuple[int, ...]) -> Mxfp4:
+    """The shapes of matrices [.., N, K]; ValueError if K is not whole groups."""
+    *rows, K = shape
+    if K % MXFP4_GROUP:
+        raise ValueError(f"rows of {K} are not whole groups of {MXFP4_GROUP} 4-bit weights")
+    sizes = K // 2, K // MXFP4_GROUP
+    return Mxfp4(*(jax.ShapeDtypeStruct((*rows, size), jnp.uint8) for size in sizes))
+
+
+SPECS: dict[type, Callable[[P], Any]] = {
+    Int8: int8_spec,
+    Transposed: transposed_spec,
+    Fp8: lambda spec: Fp8(spec, spec),
+    Mxfp4: lambda spec: Mxfp4(spec, spec),
+}
+
+
+def is_stored(x: Any) -> bool:
+    """Whether x is a matrix in one of the forms of this file (or its shapes, or its specs)."""
+    return type(x) in SPECS
+
+
+def is_leaf(x: Any) -> bool:
+    """Whether x is one weight in a tree of weights or of shapes."""
+    return is_stored(x) or (type(x) is tuple and bool(x) and all(isinstance(n, int) for n in x))
 
 
 def dequantize_fp8(w: Fp8) -> jax.Array:

@@ -36,9 +36,23 @@ def make_mesh(
     return Mesh(grid, (DATA, *MODEL), axis_types=(AxisType.Auto,) * 3)
 
 
-def model_shards(mesh: Mesh) -> int:
-    """The number of devices that one dense layer is split over."""
-    return mesh.shape[MODEL[0]] * mesh.shape[MODEL[1]]
+class Shards(NamedTuple):
+    """Into how many parts the model axes of a mesh split a model."""
+
+    expert: int = 1
+    tensor: int = 1
+
+    @property
+    def model(self) -> int:
+        """The parts of a dense layer."""
+        return self.expert * self.tensor
+
+
+UNSPLIT = Shards()
+
+
+def model_shards(mesh: Mesh) -> Shards:
+    return Shards(*(mesh.shape[axis] for axis in MODEL))
 
 
 def round_up(n: int, multiple: int) -> int:

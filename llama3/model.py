@@ -27,12 +27,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from common.cache import append, empty, parts
-from common.checkpoint import Order
+from common.checkpoint import Order, Table
 from common.kernels.decode_attention import ragged_decode_attention
 from common.kernels.prefill_attention import prefill_attention
 from common.quant import Int8, embed_rows, linear, out_features, specs_like
 from common.sampling import Sampling, sample, sampling_params
-from common.sharding import DATA, MODEL, round_up, split_heads
+from common.sharding import DATA, MODEL, UNSPLIT, Shards, round_up, split_heads
 
 Array = jax.Array
 
@@ -122,12 +122,12 @@ class Weights(NamedTuple):
     head: Any  # [V, D], or None when it is the embedding
 
 
-def weight_shapes(config: Config, shards: int = 1) -> Weights:
-    """Shapes as published; for `shards` > 1, padded so that every split dimension divides."""
-    c = config
-    heads = split_heads(c.num_attention_heads, c.num_key_value_heads, shards)
+def weight_shapes(config: Config, shards: Shards = UNSPLIT) -> Weights:
+    """Shapes as published; with `shards`, padded so that every split dimension divides."""
+    c, n = config, shards.model
+    heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
-    D, F, V = c.hidden_size, round_up(c.intermediate_size, shards), round_up(c.vocab_size, shards)
+    D, F, V = c.hidden_size, round_up(c.intermediate_size, n), round_up(c.vocab_size, n)
     layer = Layer((D,), (q, D), (kv, D), (kv, D), (D, q), (D,), (F, D), (F, D), (D, F))
     head = None if c.tie_word_embeddings else (V, D)
     return Weights((V, D), (layer,) * c.num_hidden_layers, (D,), head)
@@ -161,15 +161,17 @@ CACHE_SPEC: Any = P(DATA, MODEL)  # slots over data, heads over the model axes; 
 STATE_SPEC = DecodeState(CACHE_SPEC, *[P(DATA)] * 3)
 
 
-def init_cache(config: Config, batch: int, capacity: int, dtype: Any, shards: int = 1) -> KVCache:
-    heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards)
+def init_cache(
+    config: Config, batch: int, capacity: int, dtype: Any, shards: Shards = UNSPLIT
+) -> KVCache:
+    heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     shape = (batch, len(heads.kv), capacity, config.head_dim)
     k, v = (tuple(empty(shape, dtype) for _ in range(config.num_hidden_layers)) for _ in "kv")
     return KVCache(k, v)
 
 
 def init_state(
-    config: Config, slots: int, capacity: int, dtype: Any, shards: int = 1
+    config: Config, slots: int, capacity: int, dtype: Any, shards: Shards = UNSPLIT
 ) -> DecodeState:
     length_B, token_B = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32)
     cache = init_cache(config, slots, capacity, dtype, shards)
@@ -389,9 +391,9 @@ def generate(
     return run(weights, state)
 
 
-def checkpoint_table(config: Config, shards: int = 1) -> dict[str, tuple[str | None, Order | None]]:
+def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its place in Weights (None: not needed), and the order of its heads."""
-    heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards)
+    heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv_heads = (partial(Order, size=config.head_dim, blocks=b) for b in heads)
     return {
         "model.embed_tokens.weight": ("embed", None),

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from common.checkpoint import load_weights, read_config
 from common.quant import Form
 from common.sampling import sampling_params
-from common.sharding import DATA, make_mesh, model_shards
+from common.sharding import DATA, Shards, make_mesh, model_shards
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SLOTS = 8
@@ -29,9 +29,11 @@ class Engine(NamedTuple):
     config: Any
     weights: Any
     mesh: Mesh
+    family: str
+    variant: str
 
     @property
-    def shards(self) -> int:
+    def shards(self) -> Shards:
         return model_shards(self.mesh)
 
 
@@ -67,7 +69,7 @@ def load(
     table, specs = model.checkpoint_table(config, shards), model.weight_specs(config)
     shapes = model.weight_shapes(config), model.weight_shapes(config, shards)
     weights = load_weights(directory, table, *shapes, specs, mesh, jnp.dtype(dtype), form=form)
-    return Engine(model, config, weights, mesh)
+    return Engine(model, config, weights, mesh, family, variant)
 
 
 @functools.cache
@@ -107,7 +109,7 @@ def plant_nan(cache: Any, length_B: jax.Array, spec: Any, mesh: Mesh) -> Any:
 def empty_cache(
     engine: Engine, rows: int, capacity: int = CAPACITY, dtype: Any = jnp.float32
 ) -> Any:
-    model, config, _, mesh = engine
+    model, config, _, mesh, *_ = engine
     cache = place(
         engine, model.init_cache(config, rows, capacity, dtype, engine.shards), model.CACHE_SPEC
     )
@@ -127,7 +129,7 @@ def forward(
     engine: Engine, cache: Any, tokens_BT: Any, length_B: Any, implementation: str | None = None
 ) -> Any:
     """Logits [B, T, V] as numpy, and the cache."""
-    model, config, weights, mesh = engine
+    model, config, weights, mesh, *_ = engine
     tokens_BT, length_B = (jnp.asarray(x, jnp.int32) for x in (tokens_BT, length_B))
     logits, cache = _logits(
         weights, cache, tokens_BT, length_B, model, config, mesh, implementation
@@ -140,7 +142,7 @@ def prefill(
 ) -> Any:
     """The prompt as a state to insert: one row for each data shard, of which only the slot's own is
     filled."""
-    model, config, weights, mesh = engine
+    model, config, weights, mesh, *_ = engine
     rows = mesh.shape[DATA]
     row, n = request.slot * rows // slots, len(request.prompt)
     chunks = request.chunks or (*[bucket] * (n // bucket), *([n % bucket] if n % bucket else []))
@@ -175,7 +177,7 @@ def serve(
 ) -> list[list[int]]:
     """The new tokens of each request. Slots that a request has left, or that none has reached, are
     empty."""
-    model, config, weights, mesh = engine
+    model, config, weights, mesh, *_ = engine
     state = place(
         engine, model.init_state(config, slots, capacity, dtype, engine.shards), model.STATE_SPEC
     )

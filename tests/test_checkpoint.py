@@ -112,7 +112,7 @@ def expected(tensors, shards):
 
 def load(directory, mesh=None, dtype=np.float32, **options):
     mesh = mesh or make_mesh()
-    shards = model_shards(mesh)
+    shards = model_shards(mesh).model
     return ck.load_weights(
         directory, table(shards), shapes(), shapes(shards), specs(), mesh, dtype, **options
     )
@@ -172,7 +172,9 @@ def test_weights_arrive_in_order_padded_and_sharded_on_every_mesh(tmp_path, axes
     save_file(tensors, tmp_path / "model.safetensors")
     for dtype in (np.dtype(np.float32), BF16):
         weights = load(tmp_path, mesh, dtype)
-        want = expected({name: x.astype(dtype) for name, x in tensors.items()}, model_shards(mesh))
+        want = expected(
+            {name: x.astype(dtype) for name, x in tensors.items()}, model_shards(mesh).model
+        )
         assert_equal(weights, want)
         for array, spec in zip(jax.tree.leaves(weights), jax.tree.leaves(specs()), strict=True):
             assert array.sharding == jax.sharding.NamedSharding(mesh, spec)
@@ -213,7 +215,7 @@ def test_known_tensors_that_the_model_does_not_need_are_dropped_whatever_their_d
 def test_int8_matrices_have_a_scale_per_channel_and_shard_of_the_input(tmp_path, axes):
     mesh, tensors = make_mesh(**axes), stored_tensors(BF16)
     save_file(tensors, tmp_path / "model.safetensors")
-    shards = model_shards(mesh)
+    shards = model_shards(mesh).model
     weights, want = load(tmp_path, mesh, BF16, form=INT8), expected(tensors, shards)
     leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, Int8))
     for got, x, spec in zip(leaves, jax.tree.leaves(want), jax.tree.leaves(specs()), strict=True):
@@ -244,7 +246,7 @@ def test_transposed_matrices_hold_the_same_numbers(tmp_path, axes):
         is_leaf=lambda w: isinstance(w, Transposed),
     )
     assert isinstance(weights.embed, Transposed)
-    want = expected(tensors, model_shards(mesh))
+    want = expected(tensors, model_shards(mesh).model)
     assert_equal(plain, jax.tree.map(lambda x: x.astype(np.float32), want))
 
 
@@ -301,7 +303,9 @@ def test_every_part_of_every_layout_is_what_numpy_cuts_from_the_whole(layout, ch
             steps = [n // g for n, g in zip(layout.padded, layout.grid, strict=True)]
             part = tuple((i * s, (i + 1) * s) for i, s in zip(where, steps, strict=True))
             got = ck.read_shard(
-                ck.Placement(tensor, layout.order, layout.padded, None), part, dtype
+                ck.Placement(ck.Stored((tensor,), layout.order, False), layout.padded, None),
+                part,
+                dtype,
             )
             np.testing.assert_array_equal(got, whole[tuple(slice(*p) for p in part)])
 
@@ -797,7 +801,7 @@ def test_a_file_or_a_local_revision_is_refused(checkpoint):
 @pytest.mark.parametrize("form", [None, INT8, TRANSPOSED], ids=["plain", "int8", "transposed"])
 def test_random_weights_are_laid_out_like_loaded_ones(checkpoint, axes, form):
     mesh = make_mesh(**axes)
-    random = ck.random_weights(shapes(model_shards(mesh)), specs(), mesh, BF16, 0, form)
+    random = ck.random_weights(shapes(model_shards(mesh).model), specs(), mesh, BF16, 0, form)
     loaded = load(checkpoint, mesh, BF16, form=form)
     assert jax.tree.structure(random) == jax.tree.structure(loaded)
     for a, b in zip(jax.tree.leaves(random), jax.tree.leaves(loaded), strict=True):

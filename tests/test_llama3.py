@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from compare import assert_close
 from engine import (
-    CAPACITY,
     FIXTURES,
     SLOTS,
     Request,
@@ -17,14 +16,15 @@ from engine import (
     forward,
     goldens,
     load,
-    plant_nan,
     serve,
 )
+from golden import assert_golden, assert_greedy, prompt_logits, stepwise_logits
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.checkpoint import read_config
 from common.quant import INT8, TRANSPOSED
+from common.sharding import Shards
 from llama3 import model
 
 VARIANTS = ("scaled", "tied", "wide_heads", "bf16_sharded")
@@ -35,63 +35,14 @@ MORE = ("data=2", "data=2,tensor=4", "data=2,expert=2,tensor=2", "expert=8", "da
 CASES = [(v, m) for v in VARIANTS for m in EVERYWHERE] + [("scaled", m) for m in MORE]
 ON_MESHES = pytest.mark.parametrize("variant, axes", CASES, ids=lambda x: x or "one-device")
 F32_ATOL = 1e-4  # of logits whose standard deviation is 1.2 to 1.9; reached: 3e-5
-ROWS = (0, 1, 3, 4, 6)  # the slots in which the golden prompts lie; the others are empty
-
-
-def golden_batch(variant):
-    """The prompts side by side, padded with other tokens to the longest."""
-    prompts = goldens("llama3", variant)
-    tokens_BT = np.full((SLOTS, len(prompts[-1].tokens)), 5, np.int32)
-    for row, prompt in zip(ROWS, prompts, strict=True):
-        tokens_BT[row, : len(prompt.tokens)] = prompt.tokens
-    return tokens_BT
-
-
-def prompt_logits(engine, variant, dtype=jnp.float32, implementation=None):
-    """The logits [n, V] of each golden prompt, all read in one call."""
-    tokens_BT = golden_batch(variant)
-    cache = empty_cache(engine, SLOTS, dtype=dtype)
-    length_B = np.where(np.isin(np.arange(SLOTS), ROWS), tokens_BT.shape[1], 0)
-    logits, _ = forward(engine, cache, tokens_BT, length_B, implementation)
-    return [
-        logits[row, : len(p.tokens)]
-        for row, p in zip(ROWS, goldens("llama3", variant), strict=True)
-    ]
-
-
-def stepwise_logits(engine, variant, dtype=jnp.float32, implementation=None, capacity=CAPACITY):
-    """The same token by token: slots start at different times, are empty before, and empty again
-    when they are done."""
-    prompts = goldens("llama3", variant)
-    begin = (20, 7, 40, 13, 5)
-    out = [[] for _ in prompts]
-    cache = empty_cache(engine, SLOTS, capacity, dtype)
-    for step in range(max(b + len(p.tokens) for b, p in zip(begin, prompts, strict=True))):
-        token_B, length_B, live = np.full(SLOTS, 9), np.zeros(SLOTS, np.int32), []
-        for i, (row, prompt) in enumerate(zip(ROWS, prompts, strict=True)):
-            if 0 <= (t := step - begin[i]) < len(prompt.tokens):
-                token_B[row], length_B[row] = prompt.tokens[t], t + 1
-                live.append((i, row))
-        cache = plant_nan(cache, jnp.maximum(length_B - 1, 0), model.CACHE_SPEC, engine.mesh)
-        logits, cache = forward(engine, cache, token_B[:, None], length_B, implementation)
-        for i, row in live:
-            out[i].append(logits[row, 0])
-    return [np.stack(x) for x in out]
-
-
-def assert_golden(got, variant, **bounds):
-    for logits, prompt in zip(got, goldens("llama3", variant), strict=True):
-        assert_close(
-            logits, prompt.logits, **bounds, what=f"{variant}, {len(prompt.tokens)} tokens"
-        )
-
 
 # ---- against transformers
 
 
 @ON_MESHES
 def test_logits_of_a_ragged_batch_equal_those_of_transformers_at_every_position(variant, axes):
-    assert_golden(prompt_logits(load("llama3", variant, axes), variant), variant, atol=F32_ATOL)
+    engine = load("llama3", variant, axes)
+    assert_golden(prompt_logits(engine), engine, atol=F32_ATOL)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +50,8 @@ def test_logits_of_a_ragged_batch_equal_those_of_transformers_at_every_position(
     [*((v, "") for v in VARIANTS), ("scaled", "data=2,tensor=4"), ("wide_heads", "tensor=8")],
 )
 def test_logits_token_by_token_equal_those_of_transformers_while_slots_come_and_go(variant, axes):
-    assert_golden(stepwise_logits(load("llama3", variant, axes), variant), variant, atol=F32_ATOL)
+    engine = load("llama3", variant, axes)
+    assert_golden(stepwise_logits(engine), engine, atol=F32_ATOL)
 
 
 @pytest.mark.parametrize("steps", [prompt_logits, stepwise_logits], ids=["prefill", "decode"])
@@ -107,9 +59,8 @@ def test_logits_token_by_token_equal_those_of_transformers_while_slots_come_and_
     "variant, axes", [("scaled", "tensor=2"), ("tied", ""), ("tied", "tensor=4")]
 )
 def test_transposed_weights_give_the_same_logits(variant, axes, steps):
-    assert_golden(
-        steps(load("llama3", variant, axes, form=TRANSPOSED), variant), variant, atol=F32_ATOL
-    )
+    engine = load("llama3", variant, axes, form=TRANSPOSED)
+    assert_golden(steps(engine), engine, atol=F32_ATOL)
 
 
 def test_logits_of_a_prompt_alone_equal_those_of_transformers():
@@ -123,13 +74,7 @@ def test_logits_of_a_prompt_alone_equal_those_of_transformers():
 def test_greedy_continuations_equal_those_of_transformers(variant, axes):
     """Through prefill in chunks, insert and generate, arriving one after the other in slots of
     every data shard."""
-    prompts, slots = goldens("llama3", variant), (6, 1, 4, 3, 0)
-    requests = [
-        Request(p.tokens, s, len(p.greedy), arrive=i)
-        for i, (p, s) in enumerate(zip(prompts, slots, strict=True))
-    ]
-    got = serve(load("llama3", variant, axes), requests)
-    assert got == [p.greedy.tolist() for p in prompts]
+    assert_greedy(load("llama3", variant, axes))
 
 
 # ---- what is around a request changes nothing
@@ -196,7 +141,7 @@ def test_low_precision_stays_near_float32(precision, variant, axes, steps):
     weights, form, cache, bound = PRECISIONS[precision]
     engine = load("llama3", variant, axes, weights, form)
     want = [prompt.logits for prompt in goldens("llama3", variant)]
-    got = steps(engine, variant, cache)
+    got = steps(engine, cache)
     assert_close(np.concatenate(got), np.concatenate(want), rms=bound, what=variant)
 
 
@@ -208,8 +153,8 @@ def test_low_precision_stays_near_float32(precision, variant, axes, steps):
 def test_the_reference_equals_the_default_implementation(steps, cache):
     engine = load("llama3", "wide_heads")
     for got, want in zip(
-        steps(engine, "wide_heads", cache),
-        steps(engine, "wide_heads", cache, "reference"),
+        steps(engine, cache),
+        steps(engine, cache, "reference"),
         strict=True,
     ):
         assert_close(got, want, atol=F32_ATOL)
@@ -219,15 +164,13 @@ def test_the_reference_equals_the_default_implementation(steps, cache):
 def test_the_tpu_kernel_gives_the_reference_s_logits(cache):
     """Interpreted, token by token, in 128 positions: what the kernel reads at least."""
     engine, capacity = load("llama3", "tied"), 128
-    got, want = (
-        stepwise_logits(engine, "tied", cache, form, capacity) for form in ("tpu", "reference")
-    )
+    got, want = (stepwise_logits(engine, cache, form, capacity) for form in ("tpu", "reference"))
     # A number of an int8 cache that lies between two steps may be rounded to the other one.
     atol = F32_ATOL if cache == jnp.float32 else 0.01
     for a, b in zip(got, want, strict=True):
         assert_close(a, b, atol=atol)
     if cache == jnp.float32:
-        assert_golden(got, "tied", atol=F32_ATOL)
+        assert_golden(got, engine, atol=F32_ATOL)
 
 
 def test_gradients_of_the_reference_match_finite_differences():
@@ -375,9 +318,10 @@ def test_a_number_that_is_missing_is_an_error_and_not_a_default(name):
 
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 def test_every_split_dimension_divides_by_the_shards_and_every_array_has_a_spec(shards):
+    split = Shards(tensor=shards)
     for variant in VARIANTS:
         config = load("llama3", variant).config
-        shapes, specs = model.weight_shapes(config, shards), model.weight_specs(config)
+        shapes, specs = model.weight_shapes(config, split), model.weight_specs(config)
         flat = jax.tree.leaves(shapes, is_leaf=lambda x: type(x) is tuple and isinstance(x[0], int))
         for shape, spec in zip(flat, jax.tree.leaves(specs), strict=True):
             assert all(n % shards == 0 for n, axes in zip(shape, spec, strict=False) if axes), (

@@ -46,7 +46,8 @@ def ragged_dot(
     Args:
       x_MK: rows sorted by expert, f32 or bf16.
       w_ENK: one matrix [N, K] per expert: an f32 or bf16 array, or Int8(values [E, N, K], scale [E,
-        N]), Fp8 or Mxfp4. Those are upcast part by part, in on-chip memory: no wide copy is made.
+        N] or [E, 1, N]), Fp8 or Mxfp4. Those are upcast part by part, in on-chip memory: no wide
+        copy is made.
       group_sizes_E: int32, rows of each expert; may be 0, and may sum to less than M.
       bias_EN: added to the rows of each expert.
       out_dtype: of the result; that of x unless given.
@@ -61,6 +62,8 @@ def ragged_dot(
 
     Returns [M, N].
     """
+    if isinstance(w_ENK, Int8) and w_ENK.scale.ndim == 3:  # one device's part of a split stack
+        w_ENK = w_ENK._replace(scale=w_ENK.scale[:, 0])
     _check(x_MK, w_ENK, group_sizes_E, bias_EN)
     dtype = out_dtype or x_MK.dtype
     args = (x_MK, w_ENK, group_sizes_E, bias_EN)

@@ -110,6 +110,8 @@ def unsupported(x_MK: Any, w_ENK: Any) -> str | None:
         return "the GPU kernel of ragged_dot takes weights in bfloat16, Int8, Fp8 and Mxfp4 only"
     if isinstance(w_ENK, Mxfp4) and (N := w_ENK.values.shape[1]) < ROWS:
         return f"the GPU kernel of ragged_dot takes Mxfp4 matrices of {ROWS} rows or more, not {N}"
+    if isinstance(w_ENK, Mxfp4) and not hasattr(plgpu, "InterpretGPUParams"):
+        return "the GPU kernel of ragged_dot takes Mxfp4 with JAX 0.11 and later only"
     if K % 16:
         return f"the GPU kernel of ragged_dot takes rows of a multiple of 16 columns, not {K}"
     return None
@@ -131,8 +133,7 @@ def _powers(scale_g: Any, expert: Array, row: Array, i: Array) -> tuple[Array, .
         group = jnp.minimum(i * (COLUMNS // MXFP4_GROUP) + j, scale_g.shape[2] - 1)
         column = scale_g.at[expert, pl.ds(row, ROWS), group]
         layout = plgpu.Layout.WGMMA.reduce(1)
-        index = () if hasattr(plgpu, "InterpretGPUParams") else (None,)  # JAX 0.10 asks for one
-        return e8m0(plgpu.load(column, *index, layout=layout, optimized=False).astype(jnp.int32))
+        return e8m0(plgpu.load(column, layout=layout, optimized=False).astype(jnp.int32))
 
     return tuple(power(j) for j in range(COLUMNS // MXFP4_GROUP))
 

@@ -1,0 +1,69 @@
+"""What a model file computes on the golden prompts, against what transformers computed."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from compare import assert_close
+from engine import CAPACITY, SLOTS, Engine, Request, empty_cache, forward, goldens, plant_nan, serve
+
+ROWS = (0, 1, 3, 4, 6)  # the slots in which the golden prompts lie; the others are empty
+
+
+def prompts_of(engine: Engine) -> Any:
+    return goldens(engine.family, engine.variant)
+
+
+def prompt_logits(engine: Engine, dtype: Any = jnp.float32, implementation: str | None = None):
+    """The logits [n, V] of each golden prompt, all read in one call: side by side, padded with
+    other tokens to the longest."""
+    prompts = prompts_of(engine)
+    T = len(prompts[-1].tokens)
+    tokens_BT, length_B = np.full((SLOTS, T), 5, np.int32), np.zeros(SLOTS, np.int32)
+    for row, prompt in zip(ROWS, prompts, strict=True):
+        tokens_BT[row, : len(prompt.tokens)], length_B[row] = prompt.tokens, T
+    cache = empty_cache(engine, SLOTS, dtype=dtype)
+    logits, _ = forward(engine, cache, tokens_BT, length_B, implementation)
+    return [logits[row, : len(p.tokens)] for row, p in zip(ROWS, prompts, strict=True)]
+
+
+def stepwise_logits(
+    engine: Engine,
+    dtype: Any = jnp.float32,
+    implementation: str | None = None,
+    capacity: int = CAPACITY,
+):
+    """The same token by token: slots start at different times, are empty before, and empty again
+    when they are done."""
+    prompts, begin = prompts_of(engine), (20, 7, 40, 13, 5)
+    out: list[list[Any]] = [[] for _ in prompts]
+    cache = empty_cache(engine, SLOTS, capacity, dtype)
+    for step in range(max(b + len(p.tokens) for b, p in zip(begin, prompts, strict=True))):
+        token_B, length_B, live = np.full(SLOTS, 9), np.zeros(SLOTS, np.int32), []
+        for i, (row, prompt) in enumerate(zip(ROWS, prompts, strict=True)):
+            if 0 <= (t := step - begin[i]) < len(prompt.tokens):
+                token_B[row], length_B[row] = prompt.tokens[t], t + 1
+                live.append((i, row))
+        stale_B = jnp.maximum(length_B - 1, 0)
+        cache = plant_nan(cache, stale_B, engine.model.CACHE_SPEC, engine.mesh)
+        logits, cache = forward(engine, cache, token_B[:, None], length_B, implementation)
+        for i, row in live:
+            out[i].append(logits[row, 0])
+    return [np.stack(x) for x in out]
+
+
+def assert_golden(got: Any, engine: Engine, **bounds: float) -> None:
+    for logits, prompt in zip(got, prompts_of(engine), strict=True):
+        what = f"{engine.variant}, {len(prompt.tokens)} tokens"
+        assert_close(logits, prompt.logits, **bounds, what=what)
+
+
+def assert_greedy(engine: Engine) -> None:
+    """Through prefill in chunks, insert and generate, arriving one after the other in slots of
+    every data shard."""
+    prompts, slots = prompts_of(engine), (6, 1, 4, 3, 0)
+    requests = [
+        Request(p.tokens, s, len(p.greedy), arrive=i)
+        for i, (p, s) in enumerate(zip(prompts, slots, strict=True))
+    ]
+    assert serve(engine, requests) == [p.greedy.tolist() for p in prompts]
