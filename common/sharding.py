@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-DATA = "data"
-MODEL = ("expert", "tensor")
+DATA, EXPERT, TENSOR = "data", "expert", "tensor"
+MODEL = (EXPERT, TENSOR)
 
 
 def make_mesh(

@@ -133,7 +133,8 @@ def _powers(scale_g: Any, expert: Array, row: Array, i: Array) -> tuple[Array, .
         group = jnp.minimum(i * (COLUMNS // MXFP4_GROUP) + j, scale_g.shape[2] - 1)
         column = scale_g.at[expert, pl.ds(row, ROWS), group]
         layout = plgpu.Layout.WGMMA.reduce(1)
-        return e8m0(plgpu.load(column, layout=layout, optimized=False).astype(jnp.int32))
+        codes = plgpu.load(column, layout=layout, optimized=False)  # type: ignore[call-arg]  # 0.10
+        return e8m0(codes.astype(jnp.int32))
 
     return tuple(power(j) for j in range(COLUMNS // MXFP4_GROUP))
 
