@@ -88,7 +88,7 @@ def make_attention(heads: Heads, dtype: str, batch: int, length: int, capacity: 
     q = jax.random.normal(keys[0], (batch, 1, heads.query, heads.width), BF16)
     store = jax.jit(partial(_stored, shape, dtype))
     k, k_scale = store(keys[1])
-    v, v_scale = (None, k_scale) if heads.v_dim else store(keys[2])
+    v, v_scale = (None, None) if heads.v_dim else store(keys[2])
     return q, k, v, jnp.full(batch, length, jnp.int32), k_scale, v_scale
 
 

@@ -8,6 +8,9 @@ from jax import lax
 
 from common.quant import Int8, quantize_rows
 
+FP8 = jnp.float8_e4m3fn
+FP8_MAX = float(jnp.finfo(FP8).max)
+
 
 def empty(shape_BKSH: tuple[int, int, int, int], dtype: Any) -> jax.Array | Int8:
     """A cache of one layer's keys or values; int8 gets a scale per token and head."""
@@ -26,6 +29,8 @@ def append(cache: jax.Array | Int8, new_BTKH: jax.Array, start_B: jax.Array) -> 
         values, scale = quantize_rows(new_BKTH)
         write_scale = _select if one else _copy
         return Int8(write(cache.values, values, start_B), write_scale(cache.scale, scale, start_B))
+    if cache.dtype == FP8:  # which has no infinity: what is too large would become NaN
+        new_BKTH = jnp.clip(new_BKTH, -FP8_MAX, FP8_MAX)
     return write(cache, new_BKTH.astype(cache.dtype), start_B)
 
 

@@ -112,8 +112,6 @@ def make(case, lengths, seed=0):
     k, k_scale = cached("k", H)
     if case.v_dim:
         v, v_scale = k[..., : case.v_dim], k_scale
-        if k_scale is not None:
-            arrays["v_scale_BKS"] = k_scale
     else:
         v, v_scale = cached("v", Hv)
         arrays["v_BKSH"] = v

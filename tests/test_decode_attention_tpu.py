@@ -43,6 +43,8 @@ def attend(inputs, interpret=True, blocks=None, **arrays):
     starts = jnp.asarray(arrays.pop("starts", np.zeros(B, np.int32)))
     arrays["starts_BT"] = jnp.broadcast_to(starts if starts.ndim == 2 else starts[:, None], (B, T))
     options = dict(scale=inputs.scale, v_dim=inputs.v_dim, blocks=blocks, interpret=interpret)
+    if arrays["v_BKSH"] is None:
+        arrays |= dict(v_scale_BKS=arrays.get("k_scale_BKS"))
     run = functools.partial(decode_attention_tpu, **options)
     return jax.jit(lambda arrays: run(**arrays))(jax.tree.map(jnp.asarray, arrays))
 
@@ -245,7 +247,8 @@ def shapes_of(H, dtype, sharding, B=16, S=2048):
     arrays |= dict(lengths_B=array((B,), jnp.int32))
     arrays["v_BKSH"] = None if latent else arrays["k_BKSH"]
     if dtype == INT8:
-        arrays |= {f"{x}_scale_BKS": array((B, K, S), F32) for x in "kv"}
+        scaled = "k" if latent else "kv"
+        arrays |= {f"{x}_scale_BKS": array((B, K, S), F32) for x in scaled}
     return arrays, dict(v_dim=512 if latent else None, scale=0.1)
 
 
@@ -298,7 +301,8 @@ def test_a_step_that_appends_a_token_and_attends_works_on_the_cache_in_place(H, 
         cache = [append(x, new, lengths - 1) for x in cache]
         (k_, k_scale), (v_, v_scale) = parts(cache[0]), parts(cache[-1])
         scales = dict(k_scale_BKS=k_scale, v_scale_BKS=v_scale)
-        v_ = None if H == 576 else v_
+        if H == 576:
+            v_ = scales["v_scale_BKS"] = None
         return ragged_decode_attention(q, k_, v_, lengths, **scales, **options), cache
 
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):

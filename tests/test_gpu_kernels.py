@@ -106,6 +106,8 @@ def make(case, lengths):
             values = rng.standard_normal(x.shape)
             stale = name[:2] in ("k_", "v_") and stale_BKS[..., None]
             arrays[name] = jnp.asarray(np.where(stale, np.nan, values), x.dtype)
+    if case.latent and case.scaled:
+        arrays["v_scale_BKS"] = arrays["k_scale_BKS"]
     position_BT = lengths[:, None] - T + np.arange(T)
     first_BT = position_BT - case.window + 1 if case.window else np.zeros((B, T))
     arrays |= dict(lengths_B=lengths, starts_BT=first_BT.astype(np.int32))
@@ -144,6 +146,9 @@ CASES = [  # every value of each column
     Case(64, 2, 2, 4, 152, cache=FP8, scaled=True),
     Case(32, 1, 2, 2, 150, cache=FP8, Hv=64),
     Case(96, 1, 2, 2, 150, Hv=64, latent=True),
+    Case(80, 2, 1, 2, 152, cache=INT8, scaled=True),
+    Case(320, 1, 3, 2, 152, cache=INT8, Hv=288, latent=True, scaled=True, window=70),
+    Case(320, 1, 2, 1, 150, cache=FP8, Hv=288, latent=True),
     Case(320, 1, 5, 3, 150, Hv=288, latent=True, window=17, sinks=True),  # two warpgroups
 ]
 
@@ -330,6 +335,10 @@ REAL = [
     Case(256, 2, 4, 1, 2048, cache=INT8, scaled=True),
     Case(256, 2, 4, 8, 2048, cache=FP8, scaled=True),
     Case(576, 1, 16, 1, 2048, Hv=512, latent=True),
+    Case(80, 8, 4, 1, 2048, cache=INT8, scaled=True),
+    Case(80, 8, 4, 8, 2048, cache=FP8),
+    Case(576, 1, 16, 1, 2048, cache=INT8, Hv=512, latent=True, scaled=True),
+    Case(576, 1, 128, 2, 2048, cache=FP8, Hv=512, latent=True),
     Case(576, 1, 128, 2, 2048, Hv=512, latent=True),
 ]
 FEW = [REAL[3], REAL[9], REAL[-1]]
@@ -478,9 +487,7 @@ REFUSED = {
     "queries of bfloat16, not float32": dict(q_BTNH=jax.ShapeDtypeStruct((2, 1, 4, 64), "float32")),
     "not ['float32']": dict(cache=jnp.float32),
     "a multiple of 16, not [72, 72]": dict(H=72),
-    "a multiple of 32, not [80, 80]": dict(H=80, cache=INT8),
     "not [64, 528]": dict(Hv=528),
-    "latent cache in bfloat16, not int8": dict(cache=INT8, latent=True, Hv=32),
     "no heads as wide as [1024, 64]": dict(H=1024, Hv=64),
     "divides by 4, not 150": dict(cache=INT8, scaled=True),
     "scales of both keys and values": dict(

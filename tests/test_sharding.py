@@ -218,6 +218,14 @@ def test_an_int8_cache_changes_at_the_positions_alone_and_gives_back_within_half
         np.testing.assert_array_equal(*rows_BSK)
 
 
+@pytest.mark.parametrize("T", [1, 4])
+def test_what_is_too_large_for_an_fp8_cache_becomes_its_largest_number(T):
+    new_BTKH = jnp.full((B, T, K, H), 500.0).at[..., 0].set(-jnp.inf).at[..., 1].set(3.0)
+    fp8 = append(cache.empty((B, K, S, H), jnp.float8_e4m3fn), new_BTKH, jnp.zeros(B, jnp.int32))
+    row = np.asarray(fp8[0, 0, T - 1], np.float32)
+    np.testing.assert_array_equal(row, [-448.0, 3.0] + [448.0] * (H - 2))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
 def test_an_empty_cache_is_one_that_append_takes(dtype):
     empty = cache.empty((B, K, S, H), dtype)

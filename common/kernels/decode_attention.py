@@ -50,14 +50,15 @@ def ragged_decode_attention(
       starts: int32 [B] or [B, T], the first position that the slot, or each of its queries, sees (0
         unless given): a sliding window of W is position - W + 1.
       scale: multiplies q . k.
-      k_scale_BKS, v_scale_BKS: float32 scales of an int8 cache, one per token and head.
+      k_scale_BKS, v_scale_BKS: float32 scales of an int8 cache, one per token and head; of a latent
+        cache the former, which is also that of the values.
       sinks_N: one logit per query head that joins the softmax and has no value.
       return_lse: also return log sum exp of the scaled logits [B, T, N], with which parts of a
         cache that lies on several devices are merged; -inf where nothing was seen.
       implementation: "reference"; "blocked"; "tpu" (queries in f32 or bf16, a capacity that is a
-        multiple of 128, or small) or "gpu" (Hopper; queries in bf16; heads of a multiple of 16, of
-        32 if they are stored in 8 bits), which elsewhere are interpreted (for tests); or None to
-        choose: the platform's kernel if it takes these arrays, else "blocked".
+        multiple of 128, or small) or "gpu" (Hopper; queries in bf16; heads of a multiple of 16),
+        which elsewhere are interpreted (for tests); or None to choose: the platform's kernel if it
+        takes these arrays, else "blocked".
 
     Returns [B, T, N, Hv] in q's dtype; an empty slot gives zeros.
     """
@@ -65,6 +66,10 @@ def ragged_decode_attention(
         raise ValueError(
             "ragged_decode_attention takes v_BKSH or v_dim (the columns of k that are the values)"
         )
+    if v_BKSH is None:
+        if v_scale_BKS is not None:
+            raise ValueError("the values of a latent cache have the scale of its keys, k_scale_BKS")
+        v_scale_BKS = k_scale_BKS
     if q_BTNH.shape[2] % k_BKSH.shape[1]:
         raise ValueError(
             f"{q_BTNH.shape[2]} query heads cannot share {k_BKSH.shape[1]} cache heads evenly"

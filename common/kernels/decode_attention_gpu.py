@@ -100,7 +100,7 @@ def plan_of(q_BTNH: Any, k_BKSH: Any, v_BKSH: Any, k_scale_BKS: Any, v_dim: int 
     scaled, dtype = k_scale_BKS is not None, jnp.dtype(k_BKSH.dtype)
     R, warpgroups = T * (N // K), 1 if Hv <= COLUMNS else 2
     width, row_blocks = H if latent else H + Hv, -(-R // ROWS)
-    block = BLOCK * width * dtype.itemsize + 2 * 4 * BLOCK * scaled
+    block = BLOCK * width * dtype.itemsize + 4 * BLOCK * scaled * (2 - latent)
     fixed = WIDE.itemsize * (ROWS * (H + BLOCK) + BLOCK * width * (dtype in NARROW)) + OVERHEAD
     stages = [(SHARED // share - fixed) // block for share in (1, 2)]
     share = 2 if stages[1] >= 2 else 1
@@ -128,18 +128,15 @@ def unsupported(
         return reason
     caches = [x for x in (k_BKSH, v_BKSH) if x is not None]
     dtypes, S = sorted({jnp.dtype(x.dtype).name for x in caches}), k_BKSH.shape[2]
-    narrow = jnp.dtype(k_BKSH.dtype) in NARROW
     if q_BTNH.dtype != WIDE:
         return f"the GPU kernel takes queries of bfloat16, not {q_BTNH.dtype}"
-    if len(dtypes) > 1 or not (narrow or k_BKSH.dtype == WIDE):
+    if len(dtypes) > 1 or jnp.dtype(k_BKSH.dtype) not in (*NARROW, WIDE):
         return f"the GPU kernel takes a bfloat16, int8 or float8_e4m3fn cache, not {dtypes}"
-    if narrow and v_BKSH is None:
-        return f"the GPU kernel takes a latent cache in bfloat16, not {dtypes[0]}"
     if (k_scale_BKS is None) != (v_scale_BKS is None):
         return "the GPU kernel takes scales of both keys and values, or of neither"
-    widths, multiple = [k_BKSH.shape[-1], v_dim or caches[-1].shape[-1]], 32 if narrow else 16
-    if any(x % multiple for x in widths) or (widths[1] > COLUMNS and widths[1] % (2 * multiple)):
-        return f"the GPU kernel takes {dtypes[0]} heads of a multiple of {multiple}, not {widths}"
+    widths = [k_BKSH.shape[-1], v_dim or caches[-1].shape[-1]]
+    if any(x % 16 for x in widths) or (widths[1] > COLUMNS and widths[1] % 32):
+        return f"the GPU kernel takes heads of a multiple of 16, not {widths}"
     plan = plan_of(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_dim)
     if widths[1] > 2 * COLUMNS or plan.stages < 2:
         return f"the GPU kernel takes no heads as wide as {widths}: shared memory is too small"
@@ -191,23 +188,28 @@ class Block(NamedTuple):
     own_m: Any  # [64] of them
 
 
-def _block(ring: list[Any], wide: list[Any], p_s: Any, m_s: Any, w: Array, plan: Plan) -> Block:
-    """What warpgroup w scores and accumulates of a block, upcast."""
+def _block(
+    ring: list[Any], wide: list[Any], p_s: Any, m_s: Any, w: Array, meet: Any, plan: Plan
+) -> Block:
+    """What warpgroup w scores and accumulates of a block, upcast by all of them."""
     cache, scales = ring[: len(plan.widths)], ring[len(plan.widths) :]
-    k_scale, v_scale = scales or (None, None)
     if plan.narrow:
+        meet()  # the other one may still read the block before
         for narrow_s, wide_s in zip(cache, wide, strict=True):
-            upcast(narrow_s, wide_s)
+            upcast(narrow_s, wide_s, w, plan.warpgroups)
+        plgpu.commit_smem()
+        meet()
         cache = wide
     k_s, v_s = cache[0], cache[-1]
     if plan.warpgroups == 1:
         v_s = v_s.at[:, pl.ds(0, plan.Hv)]
+        k_scale, v_scale = (scales[0], scales[-1]) if scales else (None, None)
         return Block(k_s, v_s, k_scale, v_scale, p_s, p_s, None, None)
     n, columns = BLOCK // plan.warpgroups, plan.Hv // plan.warpgroups
     positions = pl.ds(pl.multiple_of(w * n, n), n)
     v_s = v_s.at[:, pl.ds(pl.multiple_of(w * columns, columns), columns)]
-    if plan.scaled:
-        k_scale, v_scale = (x.at[positions] for x in scales)
+    scales = [x.at[positions] for x in scales]
+    k_scale, v_scale = (scales[0], scales[-1]) if scales else (None, None)
     own_p = p_s.at[:, positions]
     return Block(k_s.at[positions], v_s, k_scale, v_scale, p_s, own_p, m_s, m_s.at[w])
 
@@ -289,7 +291,7 @@ def _attend(*refs: Any, plan: Plan, q_s: Any, p_s: Any, m_s: Any, barriers: Any,
 
         def step(i: Array, slot: Array, carry: Any) -> Any:
             at = (first + i) * BLOCK
-            block = _block([x.at[slot] for x in ring], wide, p_s, m_s, w, plan)
+            block = _block([x.at[slot] for x in ring], wide, p_s, m_s, w, meet, plan)
             seen = partial(_seen, first_row, last_row, at + w * (BLOCK // plan.warpgroups))
             return _update(carry, block, q_s, seen, slots_g[b, 2] - at, meet, **options)
 
@@ -322,8 +324,7 @@ def _attend(*refs: Any, plan: Plan, q_s: Any, p_s: Any, m_s: Any, barriers: Any,
 
 def _ring(plan: Plan) -> tuple[list[Any], list[Any]]:
     """The ring of blocks of each array of a cache, and what they are upcast into."""
-    rows, scales = (plan.stages, BLOCK), [None] * (2 * plan.scaled)
-    # Of 8-bit columns a tile of 32 at least.
+    rows, scales = (plan.stages, BLOCK), plan.widths * plan.scaled
     tiles = [math.gcd(64, x) if plan.narrow else plan.tile for x in plan.widths]
     tiled = zip(plan.widths, tiles, strict=True)
     ring = [matrix(rows, x, plan.dtype, tile) for x, tile in tiled]
@@ -332,7 +333,7 @@ def _ring(plan: Plan) -> tuple[list[Any], list[Any]]:
 
 
 def _scratch(plan: Plan) -> dict[str, Any]:
-    copies, n = len(plan.widths) + 2 * plan.scaled, plan.warpgroups
+    copies, n = len(plan.widths) * (1 + plan.scaled), plan.warpgroups
     barriers = dict(
         begin=plgpu.Barrier(num_arrivals=2),
         full=plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages),
@@ -413,7 +414,7 @@ def decode_attention_gpu(
       k_BKSH, v_BKSH: bf16, int8 or fp8 e4m3; v_BKSH is None where the values are the first `v_dim`
         columns of the keys.
       lengths_B, starts_BT: int32.
-      k_scale_BKS, v_scale_BKS: float32, both or neither.
+      k_scale_BKS, v_scale_BKS: float32, both or neither; those of a latent cache are the same.
       interpret: whether to run it on the CPU, or InterpretGPUParams that say how.
 
     Raises ValueError for what `unsupported` names. The reads are those of the filled and visible
@@ -425,7 +426,8 @@ def decode_attention_gpu(
     plan = plan_of(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_dim)
     interpret = interpreter(interpret)
     B, K, S = k_BKSH.shape[:3]
-    cache = [x for x in (k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS) if x is not None]
+    cache = [k_BKSH, k_scale_BKS] if plan.latent else [k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS]
+    cache = [x for x in cache if x is not None]
     parts = (B, K, plan.row_blocks, plan.splits)
     rows = min(plan.T * plan.G, ROWS)
     o, ml = plgpu.kernel(

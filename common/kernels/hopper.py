@@ -1,6 +1,7 @@
 """What the GPU kernels share: products of bf16 in shared memory, the ring of blocks that copies
 fill ahead, and when there is a GPU kernel at all."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ def interpreter(interpret: Any) -> Any:
 def compiler_params() -> Any:
     return plgpu.CompilerParams(
         approx_math=True,  # of exp
-        reduction_scratch_bytes=512,
+        reduction_scratch_bytes=0,  # rows lie within a warp
         lowering_semantics=plgpu.LoweringSemantics.Warpgroup,  # JAX 0.10 has another default
     )
 
@@ -75,13 +76,20 @@ def chunks(x_s: Any) -> list[Any]:
     return [x_s.at[:, pl.ds(i, min(CHUNK, columns - i))] for i in range(0, columns, CHUNK)]
 
 
-def upcast(narrow_s: Any, wide_s: Any) -> None:
-    """A block [64, X] of int8 or fp8 -> bf16."""
-    for source, target in zip(chunks(narrow_s), chunks(wide_s), strict=True):
+def upcast(narrow_s: Any, wide_s: Any, w: Array | int = 0, warpgroups: int = 1) -> None:
+    """Warpgroup w's share of a block [64, X] of int8 or fp8 -> bf16."""
+
+    def run(source: Any, target: Any) -> None:
         x = source[...]
         if x.dtype != jnp.int8:  # fp8 has no conversion of its own to bf16
             x = x.astype(jnp.float32)
         target[...] = x.astype(WIDE)
+
+    for i, pair in enumerate(zip(chunks(narrow_s), chunks(wide_s), strict=True)):
+        if warpgroups == 1:
+            run(*pair)
+        else:
+            pl.when(w == i % warpgroups)(partial(run, *pair))
 
 
 def through_ring(
