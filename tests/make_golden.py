@@ -100,6 +100,8 @@ FAMILIES = {
                 rope_parameters=dict(rope_type="default", rope_theta=700.0),
             ),
         ),
+        # Heads as wide as the GPU kernel takes them.
+        "heads_of_16": Variant(6, llama(36, 6, 2, 40, 101, 2, head_dim=16)),
         # Wavelengths 6.3, 18, 50 and 140 around 10 and 60.
         "bf16_sharded": Variant(
             5,

@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.checkpoint import read_config
+from common.kernels.hopper import plgpu
 from common.quant import INT8, TRANSPOSED
 from common.sharding import Shards
 from llama3 import model
@@ -34,6 +35,10 @@ EVERYWHERE = ("", "tensor=2", "expert=2,tensor=2", "tensor=8")
 MORE = ("data=2", "data=2,tensor=4", "data=2,expert=2,tensor=2", "expert=8", "data=8")
 CASES = [(v, m) for v in VARIANTS for m in EVERYWHERE] + [("scaled", m) for m in MORE]
 ON_MESHES = pytest.mark.parametrize("variant, axes", CASES, ids=lambda x: x or "one-device")
+INTERPRETED = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"),
+    reason="JAX before 0.11 exports no interpreter of Mosaic GPU",
+)
 F32_ATOL = 1e-4  # of logits whose standard deviation is 1.2 to 1.9; reached: 3e-5
 
 # ---- against transformers
@@ -171,6 +176,19 @@ def test_the_tpu_kernel_gives_the_reference_s_logits(cache):
         assert_close(a, b, atol=atol)
     if cache == jnp.float32:
         assert_golden(got, engine, atol=F32_ATOL)
+
+
+@pytest.mark.parametrize("form", ["tpu", pytest.param("gpu", marks=INTERPRETED), "blocked"])
+def test_a_prompt_read_eight_tokens_at_a_time_in_bf16_goes_through_the_kernels(form):
+    """As speculative decoding verifies; interpreted."""
+    engine, n = load("llama3", "heads_of_16", dtype="bfloat16"), 8
+    prompt, got = goldens("llama3", "heads_of_16")[-1], []
+    cache = empty_cache(engine, 1, capacity=128, dtype=jnp.bfloat16)
+    for end in range(n, len(prompt.tokens) + 1, n):
+        tokens_BT = prompt.tokens[None, end - n : end]
+        logits, cache = forward(engine, cache, tokens_BT, [end], form)
+        got.append(logits[0])
+    assert_close(np.concatenate(got), prompt.logits, rms=PRECISIONS["bf16"][3])
 
 
 def test_gradients_of_the_reference_match_finite_differences():
