@@ -60,7 +60,7 @@ def our_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     cli.configure_jax({}, compile_cache=True, distributed=False)
     import jax
 
-    from common.bandwidth import read_bandwidth, step_bytes
+    from common.bandwidth import experts_read, read_bandwidth, step_bytes
     from common.serve import Request, serve, start_session
 
     argv = ["--ckpt", spec["ckpt"], "--dtype", spec["dtype"]] + ["--random"] * spec["random"]
@@ -101,7 +101,8 @@ def our_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
                     break
             seconds = time.perf_counter() - began
         filled = (PROMPT + 1.5 + steps / 2) / engine.capacity
-        floor = step_bytes(weights, session.state.cache, filled)
+        share = experts_read(source.config, batch)
+        floor = step_bytes(weights, session.state.cache, filled, share)
         return {"seconds": seconds, "bytes": floor, "tokens": tokens[0]}
 
     def bandwidth() -> dict[str, float]:
@@ -121,6 +122,8 @@ def their_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
     from transformers.utils import logging
 
+    from common.bandwidth import experts_read
+
     logging.disable_progress_bar()
     torch.set_num_threads(cores())
     dtype, began = getattr(torch, spec["dtype"]), time.perf_counter()
@@ -134,8 +137,10 @@ def their_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     embedding = model.get_input_embeddings().weight
     tied = embedding is model.get_output_embeddings().weight
     weights = sum(p.nbytes for p in model.parameters()) - (0 if tied else embedding.nbytes)
+    stacks = [p for p in model.parameters() if p.ndim == 3]  # of experts
     head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    position = 2 * c.num_hidden_layers * c.num_key_value_heads * head * dtype.itemsize
+    kv_heads = getattr(c, "num_key_value_heads", c.num_attention_heads)
+    position = 2 * c.num_hidden_layers * kv_heads * head * dtype.itemsize
     static: dict[tuple[int, int], Any] = {}
 
     def start(batch: int, tokens: int, setting: str) -> Any:
@@ -173,7 +178,9 @@ def their_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
             tokens.append(token.tolist()[0][0])
             began = began or time.perf_counter()  # after the first step
         seconds = time.perf_counter() - began
-        floor = weights + position * batch * (PROMPT + 1.5 + steps / 2)
+        share = experts_read(c, batch)
+        spared = sum(p.nbytes * (1 - share(p.shape[0])) for p in stacks)
+        floor = weights - spared + position * batch * (PROMPT + 1.5 + steps / 2)
         return {"seconds": seconds, "bytes": floor, "tokens": tokens}
 
     tasks: dict[str, Task] = dict(prefill=prefill, decode=decode, memory=peak_memory)

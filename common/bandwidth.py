@@ -2,6 +2,7 @@
 measured to have."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,11 +29,19 @@ def tree_bytes(tree: Any) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-def step_bytes(weights: Any, cache: Any, filled: float) -> float:
-    """Bytes that one decode step must read: all weights but a separate embedding table, and the
-    filled part of the cache."""
+def step_bytes(weights: Any, cache: Any, filled: float, read: Callable[[int], float]) -> float:
+    """Bytes that one decode step must read: all weights but a separate embedding table, of stacks
+    of E experts the share read(E), and the filled part of the cache."""
     skipped = tree_bytes(weights.embed) if getattr(weights, "head", None) is not None else 0
-    return tree_bytes(weights) - skipped + tree_bytes(cache) * filled
+    stacks = (x for x in jax.tree.leaves(weights) if x.ndim == 3)
+    spared = sum(x.nbytes * (1 - read(x.shape[0])) for x in stacks)
+    return tree_bytes(weights) - skipped - spared + tree_bytes(cache) * filled
+
+
+def experts_read(config: Any, tokens: float) -> Callable[[int], float]:
+    """Of E experts the share that one of so many tokens chooses, if all are as likely."""
+    chosen = getattr(config, "num_experts_per_tok", 0)
+    return lambda E: 1 - (1 - chosen / E) ** tokens
 
 
 def parallel_readers(mesh: Mesh) -> int:

@@ -504,7 +504,7 @@ def run_chat(source: Source, args: argparse.Namespace, job: Job, session: Any, w
 
 def summary(source: Source, engine: Any, session: Any, load_s: float) -> str:
     """One line: seconds, rates, and the fraction of the bandwidth floor that decoding reached."""
-    from common.bandwidth import parallel_readers, read_bandwidth, step_bytes
+    from common.bandwidth import experts_read, parallel_readers, read_bandwidth, step_bytes
 
     s = session.stats
     parts = [f"load {load_s:.1f} s", f"compile {s.compile_s:.1f} s"]
@@ -516,7 +516,9 @@ def summary(source: Source, engine: Any, session: Any, load_s: float) -> str:
     if s.decode_tokens and s.decode_s:
         parts.append(f"decode {s.decode_tokens} tokens at {s.decode_tokens / s.decode_s:.1f}/s")
         bandwidth = read_bandwidth() * parallel_readers(source.mesh)
-        read = step_bytes(engine.weights, session.state.cache, s.filled / max(s.decode_steps, 1))
+        steps = max(s.decode_steps, 1)
+        share = experts_read(source.config, s.decode_tokens / steps)
+        read = step_bytes(engine.weights, session.state.cache, s.filled / steps, share)
         reached = read * s.decode_steps / s.decode_s
         parts.append(
             f"{100 * reached / bandwidth:.0f}% of the {bandwidth / 1e9:.0f} GB/s read floor"

@@ -6,6 +6,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import pytest
+
+from common.bandwidth import experts_read, step_bytes
+
+
+class Tree(NamedTuple):
+    embed: Any
+    head: Any
+    experts: Any
+
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
@@ -62,3 +76,13 @@ def test_a_mistake_is_one_line(tmp_path):
     ):
         assert done.returncode == 2
         assert re.fullmatch(r"((?!error).*\n)*error: [^\n]+\n", done.stderr), done.stderr
+
+
+def test_a_step_reads_the_experts_that_some_token_chose_and_not_the_table_beside_a_head():
+    """Of 4 experts 2 tokens that choose one each read 7 in 16."""
+    share = experts_read(SimpleNamespace(num_experts_per_tok=1), 2)
+    assert share(4) == pytest.approx(7 / 16) and experts_read(SimpleNamespace(), 2)(4) == 0
+    tree = Tree(jnp.ones((5, 3)), jnp.ones((5, 3)), jnp.ones((4, 2, 2)))
+    cache = jnp.ones(10, jnp.int8)
+    assert step_bytes(tree, cache, 0.5, share) == pytest.approx(15 * 4 + 64 * 7 / 16 + 5)
+    assert step_bytes(tree._replace(head=None), cache, 0, share) == pytest.approx(60 + 28)

@@ -1,0 +1,81 @@
+"""Writes docs/differences.md: what each model file does that llama3's does not, definition by
+definition.
+
+    python tools/differences.py
+"""
+
+import ast
+import difflib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "differences.md"
+BASE = "llama3"
+FAMILIES = ("gpt2", "qwen3", "gpt_oss")
+
+HEAD = """# From llama3 to the others
+
+Every model file has the same order and the same names, and what has the same name and the same
+task has the same body, so the difference between two files is the difference between two
+architectures. This page is made from the files by `python tools/differences.py`, and a test says
+when it is out of date: per family the definitions that are llama3's own, letter by letter; those
+that are new, with a link; and the changes to the rest.
+"""
+
+
+class Definition(NamedTuple):
+    line: int
+    source: str  # with its decorators
+
+
+def definitions(family: str) -> dict[str, Definition]:
+    """The functions, classes and constants of a model file, in order."""
+    text = (ROOT / family / "model.py").read_text(encoding="utf-8")
+    lines, found = text.splitlines(), {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name, first = node.name, min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            name, first = ast.unparse(target), node.lineno
+        else:
+            continue
+        found[name] = Definition(first, "\n".join(lines[first - 1 : node.end_lineno]) + "\n")
+    return found
+
+
+def link(family: str, name: str, definition: Definition) -> str:
+    return f"[`{name}`](../{family}/model.py#L{definition.line})"
+
+
+def change(before: str, after: str) -> str:
+    """A unified diff with two lines around each change, without its headers."""
+    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2))
+    return "\n".join("" if line.startswith("@@") else line for line in lines[3:])
+
+
+def section(family: str) -> str:
+    base, own = definitions(BASE), definitions(family)
+    same = [name for name in own if name in base and own[name].source == base[name].source]
+    changed = [name for name in own if name in base and name not in same]
+    parts = [f"## {BASE} → {family}"]
+    parts.append("**The same**: " + ", ".join(f"`{name}`" for name in same) + ".")
+    new = ", ".join(link(family, name, own[name]) for name in own if name not in base)
+    parts.append(f"**New**: {new}." if new else "**New**: nothing.")
+    gone = ", ".join(link(BASE, name, base[name]) for name in base if name not in own)
+    parts.append(f"**Not needed**: {gone}." if gone else "**Not needed**: nothing.")
+    parts.append("**Changed**:")
+    for name in changed:
+        diff = change(base[name].source, own[name].source)
+        parts.append(f"{link(family, name, own[name])}\n\n```diff\n{diff}\n```")
+    return "\n\n".join(parts)
+
+
+def page() -> str:
+    return "\n\n".join([HEAD.strip(), *map(section, FAMILIES)]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(), encoding="utf-8")
