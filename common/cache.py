@@ -24,7 +24,7 @@ def append(cache: jax.Array | Int8, new_BTKH: jax.Array, start_B: jax.Array) -> 
     dropped."""
     new_BKTH = new_BTKH.swapaxes(1, 2)
     one = new_BTKH.shape[1] == 1
-    write = _scatter if one else _copy
+    write = _write_one if one else _copy
     if isinstance(cache, Int8):
         values, scale = quantize_rows(new_BKTH)
         write_scale = _select if one else _copy
@@ -34,8 +34,14 @@ def append(cache: jax.Array | Int8, new_BTKH: jax.Array, start_B: jax.Array) -> 
     return write(cache, new_BKTH.astype(cache.dtype), start_B)
 
 
-def _scatter(cache: jax.Array, new_BK1: jax.Array, start_B: jax.Array) -> jax.Array:
+def _write_one(cache: jax.Array, new_BK1: jax.Array, start_B: jax.Array) -> jax.Array:
     """One token a row."""
+    # On TPU a scatter wants a token's numbers side by side, and narrow heads do not lie so: it
+    # would turn the whole cache, and turn it back for the kernel.
+    return lax.platform_dependent(cache, new_BK1, start_B, cpu=_scatter, default=_copy)
+
+
+def _scatter(cache: jax.Array, new_BK1: jax.Array, start_B: jax.Array) -> jax.Array:
     # A negative index would wrap around, so an empty row's token is sent past the end instead.
     s = jnp.where(start_B < 0, cache.shape[2], start_B)
     return cache.at[jnp.arange(len(s)), :, s].set(new_BK1[:, :, 0], mode="drop")

@@ -145,6 +145,13 @@ def test_sampling_exchanges_a_few_numbers_per_slot_in_a_branch_that_greedy_steps
     assert sum(c.bytes for c in report.collectives if c.conditional) < 4096
 
 
+def test_a_decoding_step_of_narrow_heads_moves_its_weights_and_its_caches_once():
+    """Llama 3.2 1B on four devices: heads of 64, which a TPU lays out otherwise than those of 128."""
+    sizes = dict(slots=SLOTS, capacity=CAPACITY)
+    report, _ = dry(SHAPES["llama3.2-1b"], LAYERS, "v5e:2x2", dict(tensor=4), **sizes)
+    assert report.traffic < 1.01 * (report.weights + report.cache)
+
+
 # ---- reading a prompt, Llama 3.1 8B on four devices
 
 
