@@ -24,6 +24,7 @@ BF16_RTOL = (
 DECODE_FORMS = ("reference", "blocked", None)
 PREFILL_FORMS = ("reference", "blocked", "tpu", None)
 BOTH = ("reference", "blocked")
+WINDOW = 17
 
 
 # ---- the formula, in float64
@@ -119,8 +120,8 @@ def make(case, lengths, seed=0):
     starts = {
         None: None,
         "slot": np.maximum(lengths - 29, 0),
-        "before 0": np.minimum(position_BT - 17 + 1, 0),
-        "query": np.maximum(position_BT - 17 + 1, 0),  # a window of 17
+        "before 0": np.minimum(position_BT - WINDOW + 1, 0),
+        "query": np.maximum(position_BT - WINDOW + 1, 0),
     }[case.starts]
     if starts is not None:
         arrays["starts"] = starts.astype(np.int32)
@@ -146,8 +147,13 @@ def decode(inputs, implementation, **arrays):
 
 
 def prefill(inputs, implementation):
-    attend = functools.partial(prefill_attention, scale=inputs.scale, implementation=implementation)
-    return jax.jit(lambda arrays: attend(**arrays))(inputs.arrays)
+    """Cases with starts by query have them at a window of WINDOW."""
+    arrays = dict(inputs.arrays)
+    options = dict(window=WINDOW) if arrays.pop("starts", None) is not None else {}
+    attend = functools.partial(
+        prefill_attention, scale=inputs.scale, implementation=implementation, **options
+    )
+    return jax.jit(lambda arrays: attend(**arrays))(arrays)
 
 
 def bound(case):
@@ -259,6 +265,13 @@ PREFILL_CASES = {  # lengths: full, ragged, empty, shorter than T, and past the 
     Case(64, 1, 4, 600, S=512, cache=INT8): (512, 301, 700),
     Case(40, 2, 3, 33, S=150, dtype=BF16, cache=BF16): (33, 150, 77, 0, 20, 160),
     Case(128, 1, 4, 33, S=256, dtype=BF16, cache=INT8): (33, 256, 130, 0, 20, 270),
+    Case(40, 2, 3, 33, S=150, sinks=True): (33, 150, 77, 0, 20, 190),
+    Case(64, 2, 4, 33, S=640, starts="query"): (33, 640, 300, 0, 20, 660, 700),
+    Case(40, 1, 3, 600, S=700, starts="query", sinks=True): (600, 700, 0, 450, 900),
+    Case(80, 2, 1, 33, S=700, cache=INT8, starts="query", sinks=True): (33, 700, 400, 0, 20),
+    Case(64, 1, 4, 33, S=256, dtype=BF16, cache=BF16, starts="query", sinks=True): (
+        *(33, 256, 130, 0, 20, 270),
+    ),
 }
 
 
@@ -279,6 +292,18 @@ def test_prefill_attention_computes_the_formula_whatever_lies_past_the_lengths(
     if implementation == "tpu":  # what padding past the cache gets there is of no use to anyone
         o[position_BT >= case.S] = inputs.o[position_BT >= case.S]
     assert_close(o, inputs.o, **bound(case), what=f"{case} {implementation}")
+
+
+def test_splash_touches_no_block_before_every_window():
+    """Their values are NaN here, and 0 * NaN is NaN; the others are still the right ones."""
+    S, block, lengths = 1024, 512, (1024, 700, 300)
+    inputs = make(Case(64, 1, 2, 33, S=S, starts="query"), lengths)
+    first_B = (np.array(lengths) - 33 - WINDOW + 1) // block * block
+    before_BS = np.arange(S) < first_B[:, None]
+    v_BKSH = jnp.where(before_BS[:, None, :, None], jnp.nan, inputs.arrays["v_BKSH"])
+    assert before_BS.any(axis=1).tolist() == [True, True, False]
+    o = prefill(inputs._replace(arrays=inputs.arrays | dict(v_BKSH=v_BKSH)), "tpu")
+    assert_close(o, inputs.o, atol=F32_ATOL)
 
 
 # ---- the blocked form
@@ -438,8 +463,9 @@ MESH_FORMS = [
 @pytest.mark.parametrize("attend, implementation", MESH_FORMS)
 def test_heads_split_over_eight_devices_give_the_same(attend, implementation):
     """Under the check of replication, which a Pallas call cannot pass."""
-    T, extra = (16, {}) if attend is prefill else (5, dict(starts="query", sinks=True))
-    inputs = make(Case(40, 4, 3, T, S=150, cache=INT8, **extra), (150, 33, 0, 77))
+    T = 16 if attend is prefill else 5
+    case = Case(40, 4, 3, T, S=150, cache=INT8, starts="query", sinks=True)
+    inputs = make(case, (150, 33, 0, 77))
     layout = dict(
         q_BTNH=P(DATA, None, MODEL),
         lengths_B=P(DATA),
