@@ -36,9 +36,10 @@ def append(cache: jax.Array | Int8, new_BTKH: jax.Array, start_B: jax.Array) -> 
 
 def _write_one(cache: jax.Array, new_BK1: jax.Array, start_B: jax.Array) -> jax.Array:
     """One token a row."""
-    # On TPU a scatter wants a token's numbers side by side, and narrow heads do not lie so: it
-    # would turn the whole cache, and turn it back for the kernel.
-    return lax.platform_dependent(cache, new_BK1, start_B, cpu=_scatter, default=_copy)
+    if cache.shape[-1] % 128 == 0:
+        return _scatter(cache, new_BK1, start_B)
+    # A TPU keeps narrow rows as columns, and for a scatter would copy the array there and back.
+    return lax.platform_dependent(cache, new_BK1, start_B, tpu=_copy, default=_scatter)
 
 
 def _scatter(cache: jax.Array, new_BK1: jax.Array, start_B: jax.Array) -> jax.Array:

@@ -27,6 +27,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from common.kernels.ragged_dot import row_major
 from common.quant import INT8, Form, Fp8, Int8, Mxfp4, Transposed, is_leaf, is_stored, specs_like
 
 FILES = [
@@ -420,11 +421,23 @@ def convert(w: Any, form: Form, dtype: Any, mesh: Mesh, spec: P) -> Any:
     return jax.shard_map(run, mesh=mesh, in_specs=(in_specs,), out_specs=form.spec(spec))(w)
 
 
+def rows_together(tree: Any) -> Any:
+    """Weights laid out row by row, as `ragged_dot` and `embed_rows` read them: a TPU would else
+    turn an array whose rows are no multiple of 128, and turn all of it back at every step."""
+
+    def place(x: Any) -> jax.Array:
+        if x.format.layout.major_to_minor == tuple(range(x.ndim)):
+            return x
+        return jax.jit(lambda x: x, out_shardings=row_major(x.sharding, x.ndim))(x)
+
+    return jax.tree.map(place, tree)
+
+
 def _takes(form: Form | None, shape: Any, spec: P) -> bool:
     """Whether a weight is stored in `form`: matrices are, and stacks of matrices if it is INT8;
     unless they are quantised already or, as routers are, so small that every device has all."""
     dense = shape.values if isinstance(shape, Transposed) else shape
-    axes = len(dense) if isinstance(dense, tuple) else 0
+    axes = len(dense) if type(dense) is tuple else 0  # not of what has a form already
     return form is not None and any(spec) and (axes == 2 or (axes == 3 and form is INT8))
 
 
@@ -479,9 +492,9 @@ def load_weights(
             weight = type(shape)(*(array(f"{path}.{field}") for field in shape._fields))
         else:
             weight = array(path)
-        if not formed:
-            return weight
-        return jax.block_until_ready(convert(weight, form, np.dtype(dtype), mesh, spec))
+        if formed:
+            weight = convert(weight, form, np.dtype(dtype), mesh, spec)
+        return jax.block_until_ready(rows_together(weight))
 
     def place(path: str) -> tuple[Path, int]:
         first = found[path if path in found else f"{path}.values"].tensors[0]

@@ -28,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from common.checkpoint import random_weights
+from common.kernels.ragged_dot import row_major
 from common.quant import INT8, Form, specs_like
 from common.sharding import DATA, make_mesh, model_shards
 
@@ -83,6 +84,16 @@ def abstract(tree: Any, specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, P))
 
 
+def rows_together(tree: Any) -> Any:
+    """Weights as the loader lays them out."""
+
+    def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        rows: Any = row_major(x.sharding, x.ndim)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows)
+
+    return jax.tree.map(place, tree)
+
+
 def device_bytes(tree: Any) -> int:
     """Bytes of one device's part of a tree of abstract arrays."""
     parts = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
@@ -110,7 +121,7 @@ def dry_run(
     shapes = model.weight_shapes(config, shards)
     make = partial(random_weights, shapes, specs, mesh, dtype, seed=0, form=form)
     weights = jax.eval_shape(make)
-    weights = abstract(weights, specs_like(weights, specs), mesh)
+    weights = rows_together(abstract(weights, specs_like(weights, specs), mesh))
     rows = mesh.shape[DATA] if prefill else slots
     state = jax.eval_shape(lambda: model.init_state(config, rows, capacity, cache_dtype, shards))
     state = abstract(state, model.STATE_SPEC, mesh)

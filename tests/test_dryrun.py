@@ -146,7 +146,7 @@ def test_sampling_exchanges_a_few_numbers_per_slot_in_a_branch_that_greedy_steps
 
 
 def test_a_decoding_step_of_narrow_heads_moves_its_weights_and_its_caches_once():
-    """Llama 3.2 1B on four devices: heads of 64, which a TPU lays out otherwise than those of 128."""
+    """Llama 3.2 1B on four devices: a TPU lays heads of 64 out otherwise than those of 128."""
     sizes = dict(slots=SLOTS, capacity=CAPACITY)
     report, _ = dry(SHAPES["llama3.2-1b"], LAYERS, "v5e:2x2", dict(tensor=4), **sizes)
     assert report.traffic < 1.01 * (report.weights + report.cache)

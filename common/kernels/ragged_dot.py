@@ -76,9 +76,9 @@ def ragged_dot(
     return dispatch(implementation, args, plain, kernels)
 
 
-def row_major(sharding: Sharding) -> Format:
+def row_major(sharding: Sharding, axes: int = 3) -> Format:
     """Where to put the arrays of w_ENK, and how: row by row, as the TPU kernel reads them."""
-    return Format(Layout((0, 1, 2)), sharding)
+    return Format(Layout(tuple(range(axes))), sharding)
 
 
 def _check(x_MK: Array, w_ENK: Any, group_sizes_E: Array, bias_EN: Array | None) -> None:
