@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from common.kernels.reference import vary_like
 from common.sharding import EXPERT
 
 
@@ -30,7 +31,8 @@ def group_by_expert(expert_MX: jax.Array, num_local: int) -> Groups:
     M, X = expert_MX.shape
     local = expert_MX.ravel() - lax.axis_index(EXPERT) * num_local
     local = jnp.where((local >= 0) & (local < num_local), local, num_local)
-    order = jnp.argsort(local, stable=True)
+    # JAX types argsort's result as the same on all devices, and gradients would go astray.
+    order = vary_like(jnp.argsort(local, stable=True), local)
     sizes = (local[:, None] == jnp.arange(num_local)).sum(axis=0, dtype=jnp.int32)
     row = jnp.zeros_like(order).at[order].set(jnp.arange(M * X, dtype=order.dtype))
     return Groups(order // X, sizes, row.reshape(M, X))

@@ -203,9 +203,13 @@ def is_leaf(x: Any) -> bool:
 
 def dequantize_fp8(w: Fp8) -> jax.Array:
     """The float32 matrices [.., N, K]."""
-    N, K = w.values.shape[-2:]
-    scale = w.scale.repeat(FP8_BLOCK, -2)[..., :N, :].repeat(FP8_BLOCK, -1)[..., :K]
-    return w.values.astype(jnp.float32) * scale
+    *lead, N, K = w.values.shape
+    # Scales are spread over columns alone, and blocks of rows get an axis: a TPU then multiplies
+    # as it reads. Spread over both they would be an array in memory, four times the matrix.
+    scale = w.scale.repeat(FP8_BLOCK, -1)[..., :K]
+    values = jnp.pad(w.values, (*[(0, 0)] * len(lead), (0, -N % FP8_BLOCK), (0, 0)))
+    blocks = values.reshape(*lead, -1, FP8_BLOCK, K).astype(jnp.float32) * scale[..., None, :]
+    return blocks.reshape(*lead, -1, K)[..., :N, :]
 
 
 def dequantize_mxfp4(w: Mxfp4) -> jax.Array:
