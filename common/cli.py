@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import math
 import os
 import signal
 import sys
@@ -71,6 +72,11 @@ def parser(name: str) -> argparse.ArgumentParser:
         "--raw",
         action="store_true",
         help="the prompt as it is, without the checkpoint's chat template",
+    )
+    text.add_argument(
+        "--show-analysis",
+        action="store_true",
+        help="also what a model that answers in channels (GPT-OSS) thinks before it answers",
     )
     sampling = ap.add_argument_group("sampling (default: greedy)")
     sampling.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
@@ -196,6 +202,17 @@ def read_shape(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Pat
     return read_config(directory), directory
 
 
+def stored_dtype(directory: Path | None, args: argparse.Namespace) -> str:
+    """float32 if the largest tensor is; for a config.json that does not say, as the oldest do."""
+    from common.checkpoint import open_tensors
+
+    if directory is None or args.random:
+        return "bfloat16"
+    tensors = open_tensors(directory).values()
+    largest = max(tensors, key=lambda tensor: math.prod(tensor.shape), default=None)
+    return "float32" if largest is not None and largest.dtype == "F32" else "bfloat16"
+
+
 def open_source(name: str, args: argparse.Namespace, axes: dict[str, int]) -> Source:
     """Reads config and tokenizer; ValueError or OSError for a user's mistake."""
     import jax.numpy as jnp
@@ -209,7 +226,7 @@ def open_source(name: str, args: argparse.Namespace, axes: dict[str, int]) -> So
         config = model.config_from_hf(hf)
     except KeyError as missing:
         raise ValueError(f"config.json has no {missing}: is this a {name} checkpoint?") from None
-    stored = str(hf.get("torch_dtype") or hf.get("dtype") or "bfloat16")
+    stored = hf.get("torch_dtype") or hf.get("dtype") or stored_dtype(directory, args)
     dtype = jnp.dtype(args.dtype or ("float32" if stored == "float32" else "bfloat16"))
     mesh = default_mesh(axes, config)
     model.weight_shapes(config, model_shards(mesh))  # refuses what the mesh cannot split
@@ -231,7 +248,7 @@ def load(source: Source, args: argparse.Namespace) -> tuple[Any, float]:
     """The weights on the mesh, and the seconds that took."""
     import jax
 
-    from common.checkpoint import load_weights, progress_bar, random_weights
+    from common.checkpoint import load_weights, progress_bar, random_weights, rows_together
     from common.sharding import model_shards
 
     began, model, config, mesh = time.perf_counter(), source.model, source.config, source.mesh
@@ -239,6 +256,7 @@ def load(source: Source, args: argparse.Namespace) -> tuple[Any, float]:
     padded, specs = model.weight_shapes(config, shards), model.weight_specs(config)
     if args.random or source.directory is None:
         weights = random_weights(padded, specs, mesh, source.dtype, args.seed, form=form)
+        weights = rows_together(weights)
     else:
         weights = load_weights(
             source.directory,
@@ -338,31 +356,62 @@ def make_request(args: argparse.Namespace, ids: Sequence[int], index: int) -> An
 
 
 class Reply(NamedTuple):
-    """The text of one prompt so far."""
+    """What one prompt got so far."""
 
     tokens: list[int]
-    text: list[str]
+    text: list[str]  # what is shown
+    answer: list[str]  # without what the model thought before
     stream: Any
-    finish: str | None
-    seconds: float  # from the start of the run to its newest token
+    finish: str | None = None
+    seconds: float = 0.0  # from the start of the run to its newest token
+    place: Any = None  # in the channels of a reply that has some
+    shown: str | None = None  # the channel of the newest text
+
+
+def start_reply(tok: Any, args: argparse.Namespace, context: Sequence[int] = ()) -> Reply:
+    """An empty reply; `context` is the prompt that its text continues, if it does."""
+    from common.harmony import Place, speaks_harmony
+    from common.tokenizer import stream_start
+
+    if tok is None:
+        return Reply([], [], [], None)
+    chat = tok.chat_template is not None and not args.raw
+    place = Place() if chat and speaks_harmony(tok) else None
+    return Reply([], [], [], stream_start(tok, context), place=place)
 
 
 def extend(
-    tok: Any, reply: Reply, event: Any, seconds: float, stop_ids: frozenset[int]
+    tok: Any, reply: Reply, event: Any, seconds: float, args: argparse.Namespace
 ) -> tuple[Reply, str]:
-    """A reply with one more token, and the text that it completes."""
+    """A reply with one more token, and the text that is to be shown for it."""
+    from common.harmony import ANALYSIS, FINAL, follow
     from common.tokenizer import stream_flush, stream_push
 
-    stream, text = reply.stream, ""
+    stream, place, text = reply.stream, reply.place, ""
+    channel: str | None = FINAL if place is None else place.channel
     if tok is None:
         text = f"{event.token} "
-    elif event.token not in stop_ids:
-        stream, text = stream_push(tok, stream, event.token)
+    elif event.token not in tok.stop_ids:
+        if place is not None:
+            place, channel = follow(tok, place, event.token)
+        if channel == FINAL or (channel == ANALYSIS and args.show_analysis):
+            stream, text = stream_push(tok, stream, event.token)
     if event.finish and tok is not None:
         text += stream_flush(tok, stream)
+    shown = channel if text else reply.shown
+    if channel == FINAL:
+        reply.answer.append(text)
+    if reply.shown not in (None, shown):
+        text = f"\n\n{text}"
     reply.tokens.append(event.token)
     reply.text.append(text)
-    return Reply(reply.tokens, reply.text, stream, event.finish, seconds), text
+    new = dict(stream=stream, finish=event.finish, seconds=seconds, place=place, shown=shown)
+    return reply._replace(**new), text
+
+
+def note_silence(reply: Reply) -> None:
+    if reply.place is not None and reply.finish == "length" and not any(reply.answer):
+        sys.stderr.write("[no answer: --max-new-tokens ended the analysis before it]\n")
 
 
 @contextlib.contextmanager
@@ -433,13 +482,11 @@ def run_prompts(
 ) -> bool:
     """Answers all prompts, in their order on stdout; True if interrupted."""
     from common.serve import serve
-    from common.tokenizer import stream_start
 
     tok, requests = source.tokenizer, job.requests
     stop_ids = tok.stop_ids if tok else frozenset()
     raw = tok is not None and (args.raw or tok.chat_template is None)
-    context = [request.prompt if raw else () for request in requests]
-    replies = [Reply([], [], stream_start(tok, c) if tok else None, None, 0.0) for c in context]
+    replies = [start_reply(tok, args, r.prompt if raw else ()) for r in requests]
     shown, began = 0, time.perf_counter()
     with (
         interruptible() as pressed,
@@ -447,11 +494,12 @@ def run_prompts(
     ):
         for event in events:
             i, seconds = event.request, time.perf_counter() - began
-            replies[i], text = extend(tok, replies[i], event, seconds, stop_ids)
+            replies[i], text = extend(tok, replies[i], event, seconds, args)
             if i == shown and not args.json:
                 write(text)
             while shown < len(replies) and replies[shown].finish:
                 write(record(job, shown, replies[shown]) if args.json else "\n")
+                note_silence(replies[shown])
                 shown += 1
                 if shown < len(replies) and not args.json:
                     write("".join(replies[shown].text))  # what the next in order has so far
@@ -468,7 +516,7 @@ def run_prompts(
 def run_chat(source: Source, args: argparse.Namespace, job: Job, session: Any, write: Any) -> bool:
     """A conversation on one slot; every turn reads only what the cache does not hold yet. False."""
     from common.serve import serve
-    from common.tokenizer import encode_chat, stream_start
+    from common.tokenizer import encode_chat
 
     tok, turns = source.tokenizer, list[tuple[str, str]]()
     while True:
@@ -485,7 +533,7 @@ def run_chat(source: Source, args: argparse.Namespace, job: Job, session: Any, w
         if len(ids) > job.engine.capacity:
             have = f"the conversation has {len(ids)} tokens"
             raise ValueError(f"{have}, more than the cache's {job.engine.capacity} (see --max-len)")
-        reply = Reply([], [], stream_start(tok), None, 0.0)
+        reply = start_reply(tok, args)
         request = make_request(args, ids, len(turns) // 2)
         with (
             interruptible() as pressed,
@@ -494,12 +542,13 @@ def run_chat(source: Source, args: argparse.Namespace, job: Job, session: Any, w
             ) as events,
         ):
             for event in events:
-                reply, text = extend(tok, reply, event, 0.0, tok.stop_ids)
+                reply, text = extend(tok, reply, event, 0.0, args)
                 write(text)
                 if pressed:
                     break
         write("\n")
-        turns.append(("assistant", "".join(reply.text)))
+        note_silence(reply)
+        turns.append(("assistant", "".join(reply.answer)))
 
 
 def summary(source: Source, engine: Any, session: Any, load_s: float) -> str:

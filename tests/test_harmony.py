@@ -1,0 +1,118 @@
+"""Of a reply in channels the final one is shown and remembered, the analysis shown on request."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from common import cli, serve
+from common.harmony import FINAL, Place, follow, speaks_harmony
+from common.serve import Event
+from common.tokenizer import Tokenizer, encode
+
+SPECIAL = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "<|start|>assistant"
+)
+THOUGHT = "<|channel|>analysis<|message|>A sum, naïve.<|end|>"
+CALL = "<|start|>assistant<|channel|>commentary to=f <|message|>{}<|end|>"
+ANSWER = "<|start|>assistant<|channel|>final<|message|>Père: 4<|return|>"
+
+
+@pytest.fixture
+def tok():
+    """Bytes, so that é is two tokens, and the markers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    ids = {x: backend.token_to_id(x) for x in SPECIAL}
+    stop = frozenset([ids["<|return|>"]])
+    return Tokenizer(backend, TEMPLATE, {}, frozenset(ids.values()), stop, None, 300)
+
+
+def options(*argv):
+    return cli.parser("gpt_oss").parse_args(argv)
+
+
+def events(tok, text, finish="stop"):
+    ids = encode(tok, text)
+    return [Event(0, t, finish if i == len(ids) - 1 else None) for i, t in enumerate(ids)]
+
+
+def reply_to(tok, text, *argv, finish="stop"):
+    args = options(*argv)
+    reply, shown = cli.start_reply(tok, args), ""
+    for event in events(tok, text, finish):
+        reply, more = cli.extend(tok, reply, event, 0.0, args)
+        shown += more
+    assert shown == "".join(reply.text)
+    return reply
+
+
+def test_every_token_belongs_to_the_channel_of_its_message(tok):
+    place, found = Place(), {}
+    for token in encode(tok, THOUGHT + "\n" + CALL + ANSWER.removesuffix("<|return|>")):
+        place, channel = follow(tok, place, token)
+        found[channel] = [*found.get(channel, []), token]
+    text = {c: tok.backend.decode(ids) for c, ids in found.items() if c}
+    assert text == {"analysis": "A sum, naïve.", "commentary": "{}", FINAL: "Père: 4"}
+
+
+def test_the_final_channel_alone_is_shown(tok):
+    reply = reply_to(tok, THOUGHT + CALL + ANSWER)
+    assert "".join(reply.text) == "".join(reply.answer) == "Père: 4"
+
+
+def test_the_analysis_is_shown_on_request_but_is_no_part_of_the_answer(tok):
+    reply = reply_to(tok, THOUGHT + CALL + ANSWER, "--show-analysis")
+    assert "".join(reply.text) == "A sum, naïve.\n\nPère: 4"
+    assert "".join(reply.answer) == "Père: 4"
+
+
+def test_a_message_without_a_channel_is_final(tok):
+    assert "".join(reply_to(tok, "<|message|>Yes<|return|>").text) == "Yes"
+
+
+def test_raw_prompts_and_other_tokenizers_show_everything(tok):
+    text = THOUGHT + ANSWER
+    words = "analysisA sum, naïve.assistantfinalPère: 4"
+    assert "".join(reply_to(tok, text, "--raw").text) == words
+    assert "".join(reply_to(tok._replace(chat_template=None), text).text) == words
+    other = tok._replace(special_ids=tok.special_ids - {tok.backend.token_to_id("<|channel|>")})
+    assert speaks_harmony(tok) and not speaks_harmony(other)
+    assert "A sum" in "".join(reply_to(other, text).text)
+
+
+def test_an_answer_that_did_not_begin_is_reported(tok, capsys):
+    cli.note_silence(reply_to(tok, THOUGHT, finish="length"))
+    assert "--max-new-tokens" in capsys.readouterr().err
+    cli.note_silence(reply_to(tok, THOUGHT + ANSWER, finish="length"))
+    cli.note_silence(reply_to(tok, THOUGHT, "--raw", finish="length"))
+    assert not capsys.readouterr().err
+
+
+def test_a_conversation_remembers_answers_alone(tok, monkeypatch):
+    prompts, written = [], []
+
+    def scripted(engine, requests, *_, **__):
+        prompts.append(tok.backend.decode(requests[0].prompt, skip_special_tokens=False))
+        yield from events(tok, THOUGHT + ANSWER)
+
+    monkeypatch.setattr(serve, "serve", scripted)
+    monkeypatch.setattr("sys.stdin", io.StringIO("2 + 2?\nSure?\n"))
+    source, job = SimpleNamespace(tokenizer=tok), SimpleNamespace(engine=SimpleNamespace())
+    job.engine.capacity = 1000
+    cli.run_chat(source, options("--chat", "--show-analysis"), job, None, written.append)
+    turn = "<|start|>user<|message|>{}<|end|>"
+    first = turn.format("2 + 2?")
+    said = "<|start|>assistant<|message|>Père: 4<|end|>"
+    assert prompts == [
+        f"{first}<|start|>assistant",
+        f"{first}{said}{turn.format('Sure?')}<|start|>assistant",
+    ]
+    assert "".join(written) == "A sum, naïve.\n\nPère: 4\n" * 2
