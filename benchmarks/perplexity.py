@@ -43,12 +43,13 @@ def surprise(weights, tokens_BT, config, mesh, model, cache_dtype):
     import jax
     import jax.numpy as jnp
 
+    from common.score import logits
     from common.sharding import model_shards
 
     B, T = tokens_BT.shape
     cache = model.init_cache(config, B, T, cache_dtype, model_shards(mesh))
     length_B = jnp.full(B, T, jnp.int32)
-    logits_BTV, _ = model.logits(weights, cache, tokens_BT, length_B, config=config, mesh=mesh)
+    logits_BTV, _ = logits(model, weights, cache, tokens_BT, length_B, config=config, mesh=mesh)
     logits_BTV, next_BT = logits_BTV[:, :-1], tokens_BT[:, 1:]
     chosen_BT = jnp.take_along_axis(logits_BTV, next_BT[..., None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits_BTV, axis=-1) - chosen_BT).sum()

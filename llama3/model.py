@@ -286,29 +286,6 @@ def forward(
     return linear(x, head, jnp.float32), KVCache(tuple(keys), tuple(values))
 
 
-def logits(
-    weights: Weights,
-    cache: KVCache,
-    tokens_BT: Array,
-    length_B: Array,
-    *,
-    config: Config,
-    mesh: Mesh,
-    implementation: str | None = None,
-) -> tuple[Array, KVCache]:
-    """`forward` on a mesh: the logits of every token, [B, T, vocab_size], and the cache.
-
-    Differentiable with implementation="reference".
-    """
-    in_specs = (specs_like(weights, weight_specs(config)), CACHE_SPEC, P(DATA), P(DATA))
-    out_specs = (P(DATA, None, MODEL), CACHE_SPEC)
-    run = partial(forward, config=config, implementation=implementation)
-    check = implementation in KERNEL_FREE
-    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
-    logits_BTV, cache = run(weights, cache, tokens_BT, length_B)
-    return logits_BTV[..., : config.vocab_size], cache
-
-
 @partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="cache")
 def prefill(
     weights: Weights,

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from common.checkpoint import load_weights, read_config
 from common.quant import Form
 from common.sampling import sampling_params
+from common.score import logits
 from common.sharding import DATA, Shards, make_mesh, model_shards
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -120,8 +121,15 @@ def empty_cache(
     jax.jit, static_argnames=("model", "config", "mesh", "implementation"), donate_argnames="cache"
 )
 def _logits(weights, cache, tokens_BT, length_B, model, config, mesh, implementation):
-    return model.logits(
-        weights, cache, tokens_BT, length_B, config=config, mesh=mesh, implementation=implementation
+    return logits(
+        model,
+        weights,
+        cache,
+        tokens_BT,
+        length_B,
+        config=config,
+        mesh=mesh,
+        implementation=implementation,
     )
 
 

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from common.checkpoint import read_config
 from common.kernels.hopper import plgpu
 from common.quant import INT8, TRANSPOSED
+from common.score import logits as every_logit
 from common.sharding import Shards
 from llama3 import model
 
@@ -201,7 +202,7 @@ def test_gradients_of_the_reference_match_finite_differences():
     @jax.jit
     def loss(weights):
         options = dict(config=engine.config, mesh=engine.mesh, implementation="reference")
-        logits_BTV, _ = model.logits(weights, cache, tokens_BT, jnp.array([T]), **options)
+        logits_BTV, _ = every_logit(model, weights, cache, tokens_BT, jnp.array([T]), **options)
         return -jnp.take_along_axis(
             jax.nn.log_softmax(logits_BTV[:, :-1]), tokens_BT[:, 1:, None], 2
         ).mean()

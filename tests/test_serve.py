@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from common import serve as serving
 from common.checkpoint import load_weights
+from common.score import logits
 from common.serve import Engine, Request, buckets, serve, start_session
 from common.sharding import make_mesh, model_shards
 from llama3 import model
@@ -63,8 +64,15 @@ def greedy_by_full_forward(engine, prompt, count):
     tokens = list(prompt)
     size = 64
     run = jax.jit(
-        lambda w, c, t: model.logits(
-            w, c, t, jnp.array([size]), config=CONFIG, mesh=engine.mesh, implementation="reference"
+        lambda w, c, t: logits(
+            model,
+            w,
+            c,
+            t,
+            jnp.array([size]),
+            config=CONFIG,
+            mesh=engine.mesh,
+            implementation="reference",
         )[0]
     )
     cache = model.init_cache(CONFIG, 1, size, jnp.float32)
