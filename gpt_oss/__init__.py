@@ -1,0 +1,1 @@
+"""GPT-OSS: see model.py."""

@@ -1,0 +1,545 @@
+"""GPT-OSS in one file: llama3 with every MLP a mixture of experts that is kept in 4 bits, and with
+attention that slides in every other layer and may attend to nothing.
+
+gpt-oss-120b & gpt-oss-20b Model Card, arXiv 2508.10925. What differs from llama3:
+
+    o[n] = sum_s exp(q[n] . k[s]) v[s] / (exp(sink[n]) + sum_s exp(q[n] . k[s]))
+                                                   a learned sink per head, which has no value
+    sliding layers see the last `sliding_window` positions, full layers all of them
+    x += sum over its X experts e of p[e] * (down[e](h) + b[e]),   p = softmax(the X largest of
+         router(norm(x))),   h = (up + 1) * gate * sigmoid(1.702 * gate), both clamped
+    YaRN in place of the llama3 rope scaling; biases; norms that multiply in float32
+
+Weights and caches are one array per layer in a tuple, and the layers are a Python loop: stacked
+arrays under `lax.scan` are copied slice by slice on CPU, and before every kernel on TPU. `block` is
+a jitted function, so that it is traced once for each kind of layer and compilation stays in check.
+
+Dimensions: B batch or slots, T query tokens, M = B * T, S cache positions, D model, N query heads,
+K key/value heads, H head dimension, F MLP width, E experts, X experts of a token, V vocabulary.
+Inside `shard_map`, N, K, F, E and V are what one device holds (the router knows all E) and B is its
+slots.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from common.cache import append, empty, parts
+from common.checkpoint import Axes, Order, Table
+from common.experts import group_by_expert, num_experts
+from common.kernels.decode_attention import ragged_decode_attention
+from common.kernels.prefill_attention import prefill_attention
+from common.kernels.ragged_dot import ragged_dot
+from common.quant import (
+    MXFP4_GROUP,
+    Int8,
+    embed_rows,
+    linear,
+    mxfp4_shapes,
+    out_features,
+    specs_like,
+)
+from common.sampling import Sampling, sample, sampling_params
+from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, Shards, round_up, split_heads
+
+Array = jax.Array
+
+KERNEL_FREE = ("reference", "blocked")  # shard_map's check covers these; no Pallas call passes it
+DECODE_TOKENS = 8  # up to so many query tokens a slot, attention is bound by reading the cache
+SWIGLU_ALPHA = 1.702  # which the published config.json leaves out
+
+
+class Yarn(NamedTuple):
+    """`rope_scaling` of type yarn."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float  # of cos and sin
+    truncate: bool
+
+
+class Config(NamedTuple):
+    """The fields of config.json that shape the computation, under their published names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Yarn | None
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    layer_types: tuple[str, ...]
+    sliding_window: int
+    num_local_experts: int
+    num_experts_per_tok: int
+    swiglu_limit: float
+    mxfp4: bool  # quantization_config: the experts are published in 4 bits
+
+
+def config_from_hf(hf: dict[str, Any]) -> Config:
+    """Config from a parsed config.json; ValueError names a setting that this file does not
+    implement."""
+    only = dict(hidden_act="silu", attention_bias=True, swiglu_alpha=SWIGLU_ALPHA)
+    for name, expected in only.items():
+        if hf.get(name, expected) != expected:
+            raise ValueError(
+                f"config.json: {name}={hf[name]!r} is not implemented, only {expected!r}"
+            )
+    kinds, layers = tuple(hf["layer_types"]), hf["num_hidden_layers"]
+    if len(kinds) != layers:
+        raise ValueError(
+            f"config.json: {len(kinds)} layer_types, but num_hidden_layers is {layers}"
+        )
+    if other := set(kinds) - {"sliding_attention", "full_attention"}:
+        raise ValueError(f"config.json: layer_types with {min(other)!r} is not implemented")
+    method = (hf.get("quantization_config") or {"quant_method": None})["quant_method"]
+    if method not in (None, "mxfp4"):
+        raise ValueError(f"config.json: quant_method {method!r} is not implemented, only 'mxfp4'")
+    rope = hf.get("rope_parameters") or {
+        "rope_theta": hf["rope_theta"],
+        **(hf.get("rope_scaling") or {}),
+    }
+    return Config(
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        intermediate_size=hf["intermediate_size"],
+        num_hidden_layers=layers,
+        num_attention_heads=hf["num_attention_heads"],
+        num_key_value_heads=hf["num_key_value_heads"],
+        head_dim=hf["head_dim"],
+        rms_norm_eps=hf["rms_norm_eps"],
+        rope_theta=rope["rope_theta"],
+        rope_scaling=yarn_from_hf(rope),
+        tie_word_embeddings=hf["tie_word_embeddings"],
+        max_position_embeddings=hf["max_position_embeddings"],
+        layer_types=kinds,
+        sliding_window=hf["sliding_window"],
+        num_local_experts=hf["num_local_experts"],
+        num_experts_per_tok=hf["num_experts_per_tok"],
+        swiglu_limit=hf["swiglu_limit"],
+        mxfp4=method is not None,
+    )
+
+
+def yarn_from_hf(rope: dict[str, Any]) -> Yarn | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "yarn"):
+        raise ValueError(
+            f"config.json: rope type {kind!r} is not implemented, only 'default' and 'yarn'"
+        )
+    if other := rope.keys() - {"rope_theta", "rope_type", "type", *Yarn._fields}:
+        raise ValueError(f"config.json: rope setting {min(other)!r} is not implemented")
+    if kind == "default":
+        return None
+    factor, attention_factor = rope["factor"], rope.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 0.1 * math.log(max(factor, 1)) + 1
+    return Yarn(
+        factor=factor,
+        original_max_position_embeddings=rope["original_max_position_embeddings"],
+        beta_fast=rope.get("beta_fast") or 32,
+        beta_slow=rope.get("beta_slow") or 1,
+        attention_factor=attention_factor,
+        truncate=rope.get("truncate", True),
+    )
+
+
+class Experts(NamedTuple):
+    """All experts of a layer. Even rows of w_gate_up are the gate's, odd ones up's."""
+
+    w_gate_up: Any  # [E, 2 * F, D]
+    b_gate_up: Any  # [E, 2 * F], float32
+    w_down: Any  # [E, D, F]
+    b_down: Any  # [E, D], float32
+
+
+class Moe(NamedTuple):
+    router: Any  # [E, D]
+    b_router: Any  # [E]
+    experts: Experts
+
+
+class Layer(NamedTuple):
+    attn_norm: Any  # [D]
+    wq: Any  # [N * H, D]
+    bq: Any  # [N * H]
+    wk: Any  # [K * H, D]
+    bk: Any  # [K * H]
+    wv: Any  # [K * H, D]
+    bv: Any  # [K * H]
+    sinks: Any  # [N]
+    wo: Any  # [D, N * H]
+    bo: Any  # [D]
+    mlp_norm: Any  # [D]
+    mlp: Moe
+
+
+class Weights(NamedTuple):
+    embed: Any  # [V, D]
+    layers: tuple[Layer, ...]
+    norm: Any  # [D]
+    head: Any  # [V, D], or None when it is the embedding
+
+
+def weight_shapes(config: Config, shards: Shards = UNSPLIT) -> Weights:
+    """Shapes as published; with `shards`, padded so that every split dimension divides, in mxfp4
+    into whole groups."""
+    c, n = config, shards.model
+    if c.num_local_experts % shards.expert:
+        raise ValueError(
+            f"{c.num_local_experts} experts do not divide by the mesh's {shards.expert}"
+        )
+    heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
+    N, q, kv = (len(heads.query), *(len(x) * c.head_dim for x in heads))
+    D, E, V = c.hidden_size, c.num_local_experts, round_up(c.vocab_size, n)
+    F = round_up(c.intermediate_size, shards.tensor * (MXFP4_GROUP if c.mxfp4 else 1))
+    stack: Any = mxfp4_shapes if c.mxfp4 else tuple
+    b_gate_up, b_down = (jax.ShapeDtypeStruct((E, n), jnp.float32) for n in (2 * F, D))
+    experts = Experts(stack((E, 2 * F, D)), b_gate_up, stack((E, D, F)), b_down)
+    wq, wkv, wo, mlp = (q, D), (kv, D), (D, q), Moe((E, D), (E,), experts)
+    layer = Layer((D,), wq, (q,), wkv, (kv,), wkv, (kv,), (N,), wo, (D,), (D,), mlp)
+    head = None if c.tie_word_embeddings else (V, D)
+    return Weights((V, D), (layer,) * c.num_hidden_layers, (D,), head)
+
+
+def weight_specs(config: Config) -> Weights:
+    """Matrices that read the residual stream are split by output, those that write it by input;
+    experts over `expert`, and each over `tensor`."""
+    out, into, heads = P(MODEL, None), P(None, MODEL), P(MODEL)
+    experts = Experts(
+        w_gate_up=P(EXPERT, TENSOR, None),
+        b_gate_up=P(EXPERT, TENSOR),
+        w_down=P(EXPERT, None, TENSOR),
+        b_down=P(EXPERT, None),
+    )
+    mlp = Moe(P(), P(), experts)
+    layer = Layer(P(), out, heads, out, heads, out, heads, heads, into, P(), P(), mlp)
+    head = None if config.tie_word_embeddings else out
+    return Weights(out, (layer,) * config.num_hidden_layers, P(), head)
+
+
+class KVCache(NamedTuple):
+    """Keys (rotated) and values by layer; what lies at or past a slot's length is stale."""
+
+    k: tuple[Array | Int8, ...]  # [B, K, S, H] each
+    v: tuple[Array | Int8, ...]
+
+
+class DecodeState(NamedTuple):
+    """The slots being decoded. A slot of length 0 is empty, and whatever else it holds is stale."""
+
+    cache: Any  # KVCache
+    length_B: Any  # int32: tokens in the cache
+    token_B: Any  # int32: the newest token, not in the cache yet
+    sampling: Any  # Sampling of [B] each
+
+
+CACHE_SPEC: Any = P(DATA, MODEL)  # slots over data, heads over the model axes; int8 scales likewise
+STATE_SPEC = DecodeState(CACHE_SPEC, *[P(DATA)] * 3)
+
+
+def init_cache(
+    config: Config, batch: int, capacity: int, dtype: Any, shards: Shards = UNSPLIT
+) -> KVCache:
+    heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
+    shape = (batch, len(heads.kv), capacity, config.head_dim)
+    k, v = (tuple(empty(shape, dtype) for _ in range(config.num_hidden_layers)) for _ in "kv")
+    return KVCache(k, v)
+
+
+def init_state(
+    config: Config, slots: int, capacity: int, dtype: Any, shards: Shards = UNSPLIT
+) -> DecodeState:
+    length_B, token_B = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32)
+    cache = init_cache(config, slots, capacity, dtype, shards)
+    return DecodeState(cache, length_B, token_B, sampling_params(slots))
+
+
+def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
+    """x / rms(x) times the weight, all in float32."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight_D).astype(x.dtype)
+
+
+def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndarray:
+    """YaRN (arXiv 2309.00071): pairs that turn more than beta_fast times within the original
+    context keep their frequency, those below beta_slow turns get 1 / factor of it, and a ramp lies
+    between."""
+    R = 2 * len(frequency)
+
+    def pair(turns: float) -> float:  # which turns so often, as a fraction
+        context = yarn.original_max_position_embeddings
+        return R * math.log(context / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+    low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, R - 1)  # R, not R / 2: as published
+    width = high - low if high != low else 0.001
+    ramp = np.clip((np.arange(R // 2) - low) / width, 0, 1)
+    return (frequency * (1 - ramp) + frequency / yarn.factor * ramp).astype(np.float32)
+
+
+def rope_frequencies(config: Config) -> np.ndarray:
+    """Radians per position for each pair of a head, [H / 2]."""
+    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
+    frequency = (1.0 / np.float32(config.rope_theta) ** exponent).astype(np.float32)
+    if config.rope_scaling is None:
+        return frequency
+    return yarn_frequencies(frequency, config.rope_theta, config.rope_scaling)
+
+
+def rotary(positions_BT: Array, config: Config) -> tuple[Array, Array]:
+    """cos and sin [B, T, 1, H / 2], float32."""
+    angles = positions_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
+    factor = 1 if config.rope_scaling is None else config.rope_scaling.attention_factor
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(x_BTNH: Array, rope: tuple[Array, Array]) -> Array:
+    """Rotates element i of each head with element i + H / 2."""
+    cos, sin = (r.astype(x_BTNH.dtype) for r in rope)
+    a, b = jnp.split(x_BTNH, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def embed(table_VD: Any, tokens_BT: Array, dtype: Any) -> Array:
+    """Each device looks up the ids it owns; the others contribute zeros."""
+    local_BT = tokens_BT - lax.axis_index(MODEL) * out_features(table_VD)
+    x_BTD = embed_rows(table_VD, local_BT, dtype)
+    return lax.psum(x_BTD, MODEL)  # own ids only -> replicated
+
+
+def attention(x_BTD, layer, k_cache, v_cache, rope, length_B, window, config, implementation):
+    """Appends T tokens to the cache and attends to it, through a window of positions if there is
+    one: (output [B, T, D], k_cache, v_cache)."""
+    B, T, _ = x_BTD.shape
+    matrices = (layer.wq, layer.bq), (layer.wk, layer.bk), (layer.wv, layer.bv)
+    projections = (linear(x_BTD, w) + b for w, b in matrices)
+    q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, config.head_dim) for x in projections)
+    k_cache = append(k_cache, rotate(k_BTKH, rope), length_B - T)
+    v_cache = append(v_cache, v_BTKH, length_B - T)
+    if T > DECODE_TOKENS:
+        attend = partial(prefill_attention, window=window)
+    elif window is None:
+        attend = ragged_decode_attention
+    else:
+        position_BT = length_B[:, None] - T + jnp.arange(T)
+        attend = partial(ragged_decode_attention, starts=jnp.maximum(position_BT - window + 1, 0))
+    (k_BKSH, k_scale), (v_BKSH, v_scale) = parts(k_cache), parts(v_cache)
+    o_BTNH = attend(
+        rotate(q_BTNH, rope),
+        k_BKSH,
+        v_BKSH,
+        length_B,
+        scale=config.head_dim**-0.5,
+        k_scale_BKS=k_scale,
+        v_scale_BKS=v_scale,
+        sinks_N=layer.sinks,
+        implementation=implementation,
+    )
+    o_BTD = linear(o_BTNH.reshape(B, T, -1), layer.wo)
+    o_BTD = lax.psum(o_BTD, MODEL)  # partial: own heads only -> replicated
+    return o_BTD + layer.bo, k_cache, v_cache
+
+
+def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
+    """The experts of each token and their weights, both [M, X]."""
+    logits_ME = linear(x_MD, w.router, jnp.float32) + w.b_router
+    logits_MX, expert_MX = lax.top_k(logits_ME, config.num_experts_per_tok)
+    return jax.nn.softmax(logits_MX).astype(x_MD.dtype), expert_MX
+
+
+def swiglu(gate_up: Array, limit: float) -> Array:
+    """[.., 2 * F] -> [.., F]."""
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
+
+
+def moe(x_BTD: Array, w: Moe, config: Config, implementation: str | None) -> Array:
+    """Every device routes all tokens of its slots, and computes what its experts do for them."""
+    x_MD, experts = x_BTD.reshape(-1, x_BTD.shape[-1]), w.experts
+    weight_MX, expert_MX = route(x_MD, w, config)
+    groups = group_by_expert(expert_MX, num_experts(experts.w_gate_up))
+    dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=implementation)
+    rows = x_MD[groups.token]  # [M * X, D], an expert's one after the other
+    h = swiglu(dot(rows, experts.w_gate_up, bias_EN=experts.b_gate_up), config.swiglu_limit)
+    b_down = jnp.where(lax.axis_index(TENSOR) == 0, experts.b_down, 0)  # once in the sum
+    y_MXD = dot(h, experts.w_down, bias_EN=b_down)[groups.row]
+    o_MD = (y_MXD * weight_MX[..., None]).sum(axis=1)
+    o_MD = lax.psum(o_MD, MODEL)  # partial: own experts, own part of F -> replicated
+    return o_MD.reshape(x_BTD.shape)
+
+
+@partial(jax.jit, static_argnames=("window", "config", "implementation"))
+def block(x_BTD, layer, k_cache, v_cache, rope, length_B, window, config, implementation):
+    h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
+    o_BTD, *caches = attention(
+        h_BTD, layer, k_cache, v_cache, rope, length_B, window, config, implementation
+    )
+    x_BTD = x_BTD + o_BTD
+    h_BTD = rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps)
+    return x_BTD + moe(h_BTD, layer.mlp, config, implementation), *caches
+
+
+def forward(
+    weights: Weights,
+    cache: KVCache,
+    tokens_BT: Array,
+    length_B: Array,
+    config: Config,
+    implementation: str | None = None,
+    at_B: Array | None = None,
+) -> tuple[Array, KVCache]:
+    """One device's part of the model over T new tokens per row; runs inside `shard_map`.
+
+    `length_B` counts the row's tokens with these T; 0 is an empty row. Returns this device's range
+    of the logits in float32, [B, T, V], or [B, V] of token `at_B` alone; and the cache with the T
+    tokens appended.
+    """
+    T = tokens_BT.shape[1]
+    rope = rotary(length_B[:, None] - T + jnp.arange(T), config)
+    x_BTD = embed(weights.embed, tokens_BT, weights.norm.dtype)
+    windows = dict(sliding_attention=config.sliding_window, full_attention=None)
+    keys, values = [], []
+    for layer, k, v, kind in zip(weights.layers, *cache, config.layer_types, strict=False):
+        x_BTD, k, v = block(
+            x_BTD, layer, k, v, rope, length_B, windows[kind], config, implementation
+        )
+        keys.append(k)
+        values.append(v)
+    x = x_BTD if at_B is None else x_BTD[jnp.arange(len(at_B)), at_B]
+    x = rms_norm(x, weights.norm, config.rms_norm_eps)
+    head = weights.embed if weights.head is None else weights.head
+    return linear(x, head, jnp.float32), KVCache(tuple(keys), tuple(values))
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="cache")
+def prefill(
+    weights: Weights,
+    cache: KVCache,
+    tokens_BT: Array,
+    start_B: Array,
+    count_B: Array,
+    sampling: Sampling,
+    *,
+    config: Config,
+    mesh: Mesh,
+    implementation: str | None = None,
+) -> tuple[KVCache, Array]:
+    """Reads count_B tokens of each prompt behind the start_B that the cache already holds.
+
+    T is a bucket: tokens past count_B are padding, whose keys land beyond the row's length and are
+    never seen. Returns the cache (donated) and the next token [B], which means something once the
+    prompt is complete.
+    """
+
+    def run(weights, cache, tokens_BT, start_B, count_B, sampling):
+        length_B, last_B = start_B + tokens_BT.shape[1], jnp.maximum(count_B - 1, 0)
+        logits_BV, cache = forward(
+            weights, cache, tokens_BT, length_B, config, implementation, last_B
+        )
+        return cache, pick(logits_BV, sampling, start_B + count_B)
+
+    pick = partial(sample, vocab_size=config.vocab_size, axes=MODEL)
+    in_specs = (specs_like(weights, weight_specs(config)), CACHE_SPEC, *[P(DATA)] * 4)
+    out_specs = (CACHE_SPEC, P(DATA))
+    check = implementation in KERNEL_FREE
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
+    return run(weights, cache, tokens_BT, start_B, count_B, sampling)
+
+
+@partial(jax.jit, static_argnames="mesh", donate_argnames="state")
+def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
+    """Copies row b of `prompt` into slot slot_B[b], on the row's own `data` shard; -1 copies
+    nothing."""
+
+    def run(state, prompt, slot_B):
+        slots = len(state.length_B)
+        local_B = slot_B - lax.axis_index(DATA) * slots
+        here_B = (local_B >= 0) & (local_B < slots)
+        local_B = jnp.where(here_B, local_B, slots)  # past the end, where writes are dropped
+        return jax.tree.map(lambda s, p: s.at[local_B].set(p, mode="drop"), state, prompt)
+
+    in_specs = (STATE_SPEC, STATE_SPEC, P(DATA))
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC)
+    return run(state, prompt, slot_B)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
+def generate(
+    weights: Weights,
+    state: DecodeState,
+    *,
+    config: Config,
+    mesh: Mesh,
+    implementation: str | None = None,
+) -> tuple[DecodeState, Array]:
+    """One more token for every slot that is not empty: (state (donated), token [B]).
+
+    The newest token joins the cache, and its successor is sampled.
+    """
+
+    def run(weights, state):
+        length_B = jnp.where(state.length_B > 0, state.length_B + 1, 0)
+        tokens_BT = state.token_B[:, None]
+        logits_BTV, cache = forward(
+            weights, state.cache, tokens_BT, length_B, config, implementation
+        )
+        token_B = pick(logits_BTV[:, 0], state.sampling, length_B)
+        return DecodeState(cache, length_B, token_B, state.sampling), token_B
+
+    pick = partial(sample, vocab_size=config.vocab_size, axes=MODEL)
+    in_specs = (specs_like(weights, weight_specs(config)), STATE_SPEC)
+    out_specs, check = (STATE_SPEC, P(DATA)), implementation in KERNEL_FREE
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
+    return run(weights, state)
+
+
+def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
+    """Published name -> its place in Weights (None: not needed), and the order of its heads."""
+    heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
+    query, kv_heads = (partial(Order, size=config.head_dim, blocks=b) for b in heads)
+    table: Table = {
+        "model.embed_tokens.weight": ("embed", None),
+        "model.layers.*.input_layernorm.weight": ("layers.*.attn_norm", None),
+        "model.layers.*.self_attn.q_proj.weight": ("layers.*.wq", query(axis=0)),
+        "model.layers.*.self_attn.q_proj.bias": ("layers.*.bq", query(axis=0)),
+        "model.layers.*.self_attn.k_proj.weight": ("layers.*.wk", kv_heads(axis=0)),
+        "model.layers.*.self_attn.k_proj.bias": ("layers.*.bk", kv_heads(axis=0)),
+        "model.layers.*.self_attn.v_proj.weight": ("layers.*.wv", kv_heads(axis=0)),
+        "model.layers.*.self_attn.v_proj.bias": ("layers.*.bv", kv_heads(axis=0)),
+        "model.layers.*.self_attn.sinks": ("layers.*.sinks", Order(0, 1, heads.query)),
+        "model.layers.*.self_attn.o_proj.weight": ("layers.*.wo", query(axis=1)),
+        "model.layers.*.self_attn.o_proj.bias": ("layers.*.bo", None),
+        "model.layers.*.post_attention_layernorm.weight": ("layers.*.mlp_norm", None),
+        "model.layers.*.mlp.router.weight": ("layers.*.mlp.router", None),
+        "model.layers.*.mlp.router.bias": ("layers.*.mlp.b_router", None),
+        "model.norm.weight": ("norm", None),
+        "lm_head.weight": (None if config.tie_word_embeddings else "head", None),
+    }
+    for name in ("gate_up", "down"):
+        stored, path = f"model.layers.*.mlp.experts.{name}_proj", f"layers.*.mlp.experts.w_{name}"
+        if config.mxfp4:
+            table[f"{stored}_blocks"] = f"{path}.values", Axes.SPLIT
+            table[f"{stored}_scales"] = f"{path}.scale", None
+        else:
+            table[stored] = path, Axes.SWAPPED
+        table[f"{stored}_bias"] = f"layers.*.mlp.experts.b_{name}", None
+    return table
