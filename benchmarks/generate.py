@@ -28,9 +28,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common import cli
+
 PROMPT = 128  # tokens in the cache when decoding begins
 OURS, THEIRS = "folio", "transformers"
 SETTINGS = ["sdpa dynamic", "sdpa static", "eager dynamic", "eager static"]
+OF_EXPERTS = ["grouped_mm", "batched_mm", "eager"]  # of a mixture, its first two SETTINGS with each
 Task = Callable[..., dict[str, Any]]
 
 
@@ -55,8 +58,6 @@ def peak_memory() -> dict[str, float]:
 
 def our_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     """The library as its command line sets it up, and what to know about it."""
-    from common import cli
-
     cli.configure_jax({}, compile_cache=True, distributed=False)
     import jax
 
@@ -144,8 +145,10 @@ def their_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     static: dict[tuple[int, int], Any] = {}
 
     def start(batch: int, tokens: int, setting: str) -> Any:
-        attn, cache = setting.split()
+        attn, cache, *experts = setting.split()
         model.set_attn_implementation(attn)
+        if experts:
+            model.set_experts_implementation(experts[0])
         if cache == "dynamic":
             return DynamicCache(config=c)
         key = (batch, tokens)
@@ -328,7 +331,12 @@ def compare(args: argparse.Namespace, spec: dict[str, Any], home: str) -> dict[s
     """Everything about one dtype."""
     specs = [spec | {"library": OURS, "settings": [""]}]
     if args.against:
-        specs.append(spec | {"library": THEIRS, "settings": SETTINGS})
+        settings = SETTINGS
+        if "num_experts_per_tok" in spec["shape"]:
+            settings = [
+                f"{setting} {experts}" for setting in SETTINGS[:2] for experts in OF_EXPERTS
+            ]
+        specs.append(spec | {"library": THEIRS, "settings": settings})
     start: dict[str, Any] = {}
     for turn in ("cold", "warm"):  # on new directories, so the first finds no compiled program
         for s in specs:
@@ -439,11 +447,9 @@ def run(args: argparse.Namespace) -> None:
         )
     spec: dict[str, Any] = {"ckpt": args.ckpt or args.random_shape, "model": args.model}
     spec["random"] = args.ckpt is None
-    if spec["random"]:
-        from common import cli
-
-        options = cli.parser(args.model).parse_args(["--ckpt", args.random_shape, "--random"])
-        spec["shape"] = cli.read_shape(args.model, options)[0]
+    options = cli.parser(args.model).parse_args(["--ckpt", spec["ckpt"]])
+    options.random = spec["random"]
+    spec["shape"] = cli.read_shape(args.model, options)[0]
     facts = machine(bool(args.against))
     print(f"{spec['ckpt']}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
     print(f"decode of {args.steps} tokens behind {PROMPT}; medians of {args.rounds} rounds (range)")

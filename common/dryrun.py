@@ -94,6 +94,22 @@ def rows_together(tree: Any) -> Any:
     return jax.tree.map(place, tree)
 
 
+def abstract_weights(model: Any, config: Any, mesh: Mesh, dtype: Any, form: Form | None) -> Any:
+    """A model's weights on a mesh, as shapes."""
+    specs, shapes = model.weight_specs(config), model.weight_shapes(config, model_shards(mesh))
+    make = partial(random_weights, shapes, specs, mesh, dtype, seed=0, form=form)
+    weights = jax.eval_shape(make)
+    return rows_together(abstract(weights, specs_like(weights, specs), mesh))
+
+
+def abstract_state(
+    model: Any, config: Any, mesh: Mesh, slots: int, capacity: int, cache_dtype: Any
+) -> Any:
+    """Its DecodeState, as shapes."""
+    make = partial(model.init_state, config, slots, capacity, cache_dtype, model_shards(mesh))
+    return abstract(jax.eval_shape(make), model.STATE_SPEC, mesh)
+
+
 def device_bytes(tree: Any) -> int:
     """Bytes of one device's part of a tree of abstract arrays."""
     parts = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
@@ -117,14 +133,9 @@ def dry_run(
 
     A step decodes one token in all slots, or reads `prefill` tokens of one prompt per data shard.
     """
-    shards, specs = model_shards(mesh), model.weight_specs(config)
-    shapes = model.weight_shapes(config, shards)
-    make = partial(random_weights, shapes, specs, mesh, dtype, seed=0, form=form)
-    weights = jax.eval_shape(make)
-    weights = rows_together(abstract(weights, specs_like(weights, specs), mesh))
     rows = mesh.shape[DATA] if prefill else slots
-    state = jax.eval_shape(lambda: model.init_state(config, rows, capacity, cache_dtype, shards))
-    state = abstract(state, model.STATE_SPEC, mesh)
+    weights = abstract_weights(model, config, mesh, dtype, form)
+    state = abstract_state(model, config, mesh, rows, capacity, cache_dtype)
     options = dict(config=config, mesh=mesh, implementation=implementation)
     if prefill:
         tokens = abstract(jax.ShapeDtypeStruct((rows, prefill), jnp.int32), P(DATA), mesh)

@@ -5,6 +5,7 @@ from typing import Any
 
 def _config(layers: int, width: int, heads: int) -> dict[str, Any]:
     return dict(
+        model_type="gpt2",
         vocab_size=50257,
         n_positions=1024,
         n_ctx=1024,

@@ -5,6 +5,7 @@ from typing import Any
 
 def _config(layers: int, experts: int) -> dict[str, Any]:
     return dict(
+        model_type="gpt_oss",
         vocab_size=201088,
         hidden_size=2880,
         intermediate_size=2880,

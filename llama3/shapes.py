@@ -5,6 +5,7 @@ from typing import Any
 
 def _config(factor: float, **sizes: Any) -> dict[str, Any]:
     return dict(
+        model_type="llama",
         vocab_size=128256,
         rms_norm_eps=1e-5,
         rope_theta=500000.0,
