@@ -12,6 +12,8 @@ os.environ.update(
     XLA_FLAGS=os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
 )
 
+import jax
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -22,3 +24,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_freed():
+    """A compiled program holds memory maps, of which a process may have 65,530: with those of all
+    test files alive, XLA's compiler crashes."""
+    yield
+    jax.clear_caches()

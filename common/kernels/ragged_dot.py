@@ -62,7 +62,7 @@ def ragged_dot(
 
     Returns [M, N].
     """
-    if isinstance(w_ENK, Int8) and w_ENK.scale.ndim == 3:  # one device's part of a split stack
+    if isinstance(w_ENK, Int8) and w_ENK.scale.shape[1:-1] == (1,):  # a part of a split stack
         w_ENK = w_ENK._replace(scale=w_ENK.scale[:, 0])
     _check(x_MK, w_ENK, group_sizes_E, bias_EN)
     dtype = out_dtype or x_MK.dtype
