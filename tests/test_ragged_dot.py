@@ -300,28 +300,37 @@ def test_each_tile_of_an_expert_with_rows_is_fetched_once_and_of_the_others_none
 # ---- the CPU form
 
 
-@pytest.mark.parametrize("case", [Case(200, 8, 300, 72), Case(8, 32, 520, 40)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(200, 8, 300, 72),
+        Case(8, 32, 520, 40, dtype=BF16, form=BF16),
+        Case(30, 8, 520, 40, Int8),
+    ],
+    ids=str,
+)
 def test_the_blocked_form_reads_the_experts_that_have_rows_alone(case, monkeypatch):
-    """Once each, in blocks of 256 columns of the output, times no more rows than fill R."""
-    rows_of, dot, read, products = module._rows_of, module._dot, [], []
+    """Once each, at once or, where they are widened, in blocks of 256 columns of the output, times
+    no more rows than fill R."""
+    rows_of, product, read, products = module._rows_of, module._product, [], []
 
-    def watched_rows_of(w, e, at, n):
+    def watched_rows_of(w, e, at, n, dtype):
         jax.debug.callback(lambda e, at: read.append((int(e), int(at))), e, at, ordered=True)
-        return rows_of(w, e, at, n)
+        return rows_of(w, e, at, n, dtype)
 
-    def watched_dot(x, w):
+    def watched_product(x, w):
         jax.debug.callback(lambda: products.append(x.shape[0]), ordered=True)
-        return dot(x, w)
+        return product(x, w)
 
     monkeypatch.setattr(module, "_rows_of", watched_rows_of)
-    monkeypatch.setattr(module, "_dot", watched_dot)
+    monkeypatch.setattr(module, "_product", watched_product)
     inputs, _ = make(case)
     sizes = inputs[2]
     jax.block_until_ready(run(inputs, "blocked"))
     jax.effects_barrier()
-    starts = range(0, case.N, 256)
+    starts = range(0, case.N, 256 if case.form is Int8 else case.N)
     assert read == [(e, at) for e in range(case.E) if sizes[e] for at in starts]
-    R = max(case.M // case.E, 8)
+    R = max(case.M // case.E, 2 if case.dtype == BF16 else 1)
     assert products == [R] * sum(len(starts) * -(-size // R) for size in sizes)
 
 
@@ -339,8 +348,8 @@ def shapes_of(form, E, N, K, sharding=None):
 
 
 @pytest.mark.parametrize("form", [F32, BF16, Int8, Fp8, Mxfp4])
-def test_the_compiled_blocked_form_widens_one_matrix_at_most(form):
-    """In float32: of bfloat16 with jax 0.10, else one of 16 bits or a block, which is none."""
+def test_the_compiled_blocked_form_copies_one_matrix_at_most(form):
+    """As it is (float32), or in float32: all of it (bfloat16 with jax 0.10) or a block."""
     M, E, N, K = 64, 64, 2048, 256
     args = (shape((M, K), F32), shapes_of(form, E, N, K), shape((E,), jnp.int32))
     program = jax.jit(functools.partial(ragged_dot, implementation="blocked"))
@@ -348,7 +357,7 @@ def test_the_compiled_blocked_form_widens_one_matrix_at_most(form):
     activations, matrix = 4 * (2 * M * N + 2 * M * K), 4 * N * K
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     assert temporaries < activations + matrix < 4 * M * E * K
-    assert form == BF16 or temporaries < activations + matrix / 2
+    assert form in (F32, BF16) or temporaries < activations + matrix / 2
     # A loop counts once: this is one product, and what widens its block.
     assert compiled.cost_analysis()["flops"] < 2 * M * N * K
 

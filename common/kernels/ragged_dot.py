@@ -24,12 +24,21 @@ from common.kernels.ragged_dot_gpu import unsupported as gpu_refuses
 from common.kernels.ragged_dot_tpu import ragged_dot_tpu
 from common.kernels.ragged_dot_tpu import unsupported as tpu_refuses
 from common.kernels.reference import vary_like
-from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Int8, Mxfp4, dequantize_fp8, dequantize_mxfp4
+from common.quant import (
+    FP8_BLOCK,
+    MXFP4_GROUP,
+    Fp8,
+    Int8,
+    Mxfp4,
+    dequantize_fp8,
+    dequantize_mxfp4,
+    is_stored,
+)
 
 Array = jax.Array
 
-COLUMNS = 256  # of the output at a time: of that part of a matrix there is a float32 copy
-MIN_ROWS, MAX_ROWS = 8, 128  # at a time; between them, an expert's share of all rows
+COLUMNS = 256  # of the output at a time where weights are widened: of that part there is a copy
+MAX_ROWS = 128  # at a time, and no more than an expert's share of all rows
 
 
 def ragged_dot(
@@ -131,19 +140,22 @@ def _reference(x_MK, w_ENK, group_sizes_E, bias_EN, *, out_dtype):
         return jnp.where((m >= start) & (m < end), product, y_MN), None
 
     experts = (w_ENK, bias_EN, ends_E - group_sizes_E, ends_E)
-    return lax.scan(one, _zeros(x_MK, experts), experts)[0].astype(out_dtype)
+    y_MN = jnp.zeros((len(x_MK), _columns(w_ENK)))
+    y_MN = vary_like(y_MN, x_MK, *jax.tree.leaves(experts))
+    return lax.scan(one, y_MN, experts)[0].astype(out_dtype)
 
 
-def _zeros(x_MK: Array, others: Any) -> Array:
-    w, *_ = leaves = jax.tree.leaves(others)
-    return vary_like(jnp.zeros((x_MK.shape[0], w.shape[1])), x_MK, *leaves)
+def _columns(w_ENK: Any) -> int:
+    return jax.tree.leaves(w_ENK)[0].shape[1]
 
 
 # ---- plain jnp
 
 
-def _rows_of(w: Any, e: Array, at: Array | int, n: int) -> Array:
-    """Rows at .. at + n of expert e's matrix in float32; `at` is a multiple of FP8_BLOCK."""
+def _rows_of(w: Any, e: Array, at: Array | int, n: int, dtype: Any) -> tuple[Array, Any]:
+    """Rows at .. at + n of expert e's matrix, and what multiplies the products with them; `at` is a
+    multiple of FP8_BLOCK. In `dtype`, that of the rows of x, where that loses nothing, else in
+    float32."""
 
     def cut(a: Array, at: Array | int, n: int) -> Array:
         # In two steps: of one, XLA's CPU compiler widens all of a bfloat16 or fp8 array first. Of
@@ -152,43 +164,68 @@ def _rows_of(w: Any, e: Array, at: Array | int, n: int) -> Array:
 
     if isinstance(w, Fp8):
         scale = cut(w.scale, at // FP8_BLOCK, -(-n // FP8_BLOCK))
-        return _dense(Fp8(cut(w.values, at, n), scale))
-    return _dense(jax.tree.map(lambda a: cut(a, at, n), w))
+        return dequantize_fp8(Fp8(cut(w.values, at, n), scale)), 1.0
+    part = jax.tree.map(lambda a: cut(a, at, n), w)
+    if isinstance(w, Int8):
+        return part.values.astype(dtype), part.scale
+    if isinstance(w, Mxfp4):
+        return dequantize_mxfp4(part).astype(dtype), 1.0
+    return part.astype(jnp.promote_types(dtype, w.dtype)), 1.0
+
+
+def _product(x_MK: Array, w_NK: Array) -> Array:
+    if x_MK.dtype == w_NK.dtype == jnp.bfloat16:
+        return jnp.einsum("mk,nk->mn", x_MK, w_NK, preferred_element_type=jnp.float32)
+    return _dot(x_MK, w_NK)
+
+
+def _movable(x: Array) -> Array:
+    """x in a type that XLA's CPU compiler moves as it is: bfloat16 it first widens."""
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def _moved(x: Array, dtype: Any) -> Array:
+    return lax.bitcast_convert_type(x, dtype) if dtype == jnp.bfloat16 else x
 
 
 def _blocked(x_MK, w_ENK, group_sizes_E, bias_EN, *, out_dtype):
-    """One expert after the other, its matrix in blocks, each times R of its rows at a time.
+    """One expert after the other, its matrix in blocks if these must be widened, each times R of
+    its rows at a time.
 
     The last R of an expert reach into rows of the next ones, which write theirs later.
     """
-    M, E = x_MK.shape[0], group_sizes_E.shape[0]
-    R = min(max(M // E, MIN_ROWS), MAX_ROWS)
-    x_MK = jnp.pad(x_MK, ((0, R), (0, 0)))
-    y_MN = _zeros(x_MK, (w_ENK, group_sizes_E, bias_EN))
-    ends_E, N = jnp.cumsum(group_sizes_E), y_MN.shape[1]
+    (M, dtype), E, N = (len(x_MK), x_MK.dtype), len(group_sizes_E), _columns(w_ENK)
+    as_stored = not is_stored(w_ENK) and w_ENK.dtype == dtype
+    # One row of bfloat16 XLA's CPU compiler would multiply in float32.
+    R = min(max(M // E, 2 if dtype == jnp.bfloat16 else 1), MAX_ROWS)
+    n = N if as_stored else min(COLUMNS, N)
+    ends_E, x_MK = jnp.cumsum(group_sizes_E), _movable(jnp.pad(x_MK, ((0, R), (0, 0))))
+    y_MN = _movable(jnp.zeros((M + R, N), out_dtype))
 
     def block(e: Array, at: Array | int, n: int, y_MN: Array) -> Array:
-        w_nK = _rows_of(w_ENK, e, at, n)
+        w_nK, scale_n = _rows_of(w_ENK, e, at, n, dtype)
         bias_n = 0 if bias_EN is None else lax.dynamic_slice(bias_EN, (e, at), (1, n))
 
         def rows(i: Array, y_MN: Array) -> Array:
             m = ends_E[e] - group_sizes_E[e] + i * R
-            y_Rn = _dot(lax.dynamic_slice_in_dim(x_MK, m, R), w_nK) + bias_n
-            return lax.dynamic_update_slice(y_MN, y_Rn, (m, at))
+            x_RK = _moved(lax.dynamic_slice_in_dim(x_MK, m, R), dtype)
+            y_Rn = (_product(x_RK, w_nK) * scale_n + bias_n).astype(out_dtype)
+            return lax.dynamic_update_slice(y_MN, _movable(y_Rn), (m, at))
 
         return lax.fori_loop(0, -(-group_sizes_E[e] // R), rows, y_MN)
 
     def multiply(e: Array, y_MN: Array) -> Array:
-        n = min(COLUMNS, N)
+        if n == N:
+            return block(e, 0, N, y_MN)
         y_MN = lax.fori_loop(0, N // n, lambda j, y: block(e, j * n, n, y), y_MN)
         return block(e, N - N % n, N % n, y_MN) if N % n else y_MN
 
     def expert(e: Array, y_MN: Array) -> Array:
         return lax.cond(group_sizes_E[e] > 0, multiply, lambda e, y: y, e, y_MN)
 
-    y_MN = lax.fori_loop(0, E, expert, y_MN)
-    own = jnp.arange(M)[:, None] < ends_E[-1]
-    return jnp.where(own, y_MN[:M], 0).astype(out_dtype)
+    y_MN = vary_like(y_MN, x_MK, *jax.tree.leaves((w_ENK, group_sizes_E, bias_EN)))
+    y_MN = _moved(lax.fori_loop(0, E, expert, y_MN)[:M], out_dtype)
+    return jnp.where(jnp.arange(M)[:, None] < ends_E[-1], y_MN, 0)
 
 
 FORMS = dict(reference=_reference, blocked=_blocked)
