@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 NEG_INF = -1e30  # finite: exp(NEG_INF - NEG_INF) must not be NaN
+L1 = 8192  # float32 numbers in a core's nearest cache
 FEW_QUERIES = 8  # up to so many a slot, attention is bound by reading the cache
 
 Array = jax.Array
@@ -85,10 +86,12 @@ def attention_blocked(
     the last.
 
     Reads only blocks that some slot has filled, upcasts one block at a time, and needs memory for
-    query_block * block scores a head, whatever T and S are. `block` is 256 positions unless given,
-    and 128 for a few queries, which read much and compute little.
+    query_block * block scores a head, whatever T and S are. `block` is 256 positions unless given;
+    for a few queries it is what one head of a core's nearest cache holds.
     """
-    block = block or (128 if q_BTNH.shape[1] <= FEW_QUERIES else 256)
+    B, T, _, H = q_BTNH.shape
+    S = k_BKSH.shape[2]
+    block = block or (256 if T > FEW_QUERIES else S if S * H <= 2 * L1 else L1 // H)
 
     def attend(q: Array, ends_B: Array, starts: Array) -> tuple[Array, Array]:
         scales = dict(k_scale_BKS=k_scale_BKS, v_scale_BKS=v_scale_BKS, sinks_N=sinks_N)
@@ -104,7 +107,6 @@ def attention_blocked(
             **scales,
         )
 
-    B, T = q_BTNH.shape[:2]
     if query_block >= T:
         return attend(q_BTNH, lengths_B, starts_BT)
     n = -(-T // query_block)
