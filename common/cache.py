@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from common.kernels.decode_attention import ragged_decode_attention
+from common.kernels.prefill_attention import prefill_attention
 from common.quant import Int8, quantize_rows
 
+DECODE_TOKENS = 8  # up to so many query tokens a slot, attention is bound by reading the cache
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = float(jnp.finfo(FP8).max)
 
@@ -70,6 +73,35 @@ def _copy(cache: jax.Array, new: jax.Array, start_B: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice(cache, jnp.where(mine, moved, old), window)
 
     return lax.fori_loop(0, len(cache), write, cache)
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_cache: jax.Array | Int8,
+    v_cache: jax.Array | Int8,
+    length_B: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks_N: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Attention of the last T of each slot's length_B tokens over its cache, causal: [B, T, N, H].
+
+    A query sees the last `window` positions, its own included, or all. Few queries go to
+    `ragged_decode_attention` and many to `prefill_attention`, which explain the other arguments.
+    """
+    (k_BKSH, k_scale), (v_BKSH, v_scale) = parts(k_cache), parts(v_cache)
+    options: Any = dict(k_scale_BKS=k_scale, v_scale_BKS=v_scale, sinks_N=sinks_N)
+    options |= dict(scale=scale, implementation=implementation)
+    T = q_BTNH.shape[1]
+    if T > DECODE_TOKENS:
+        return prefill_attention(q_BTNH, k_BKSH, v_BKSH, length_B, window=window, **options)
+    starts = None
+    if window is not None:
+        starts = jnp.maximum(length_B[:, None] - T + jnp.arange(T) - window + 1, 0)
+    o: Any = ragged_decode_attention(q_BTNH, k_BKSH, v_BKSH, length_B, starts, **options)
+    return o
 
 
 def parts(cache: jax.Array | Int8) -> tuple[jax.Array, jax.Array | None]:

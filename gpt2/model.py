@@ -30,10 +30,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from common.cache import append, empty, parts
+from common.cache import append, attend, empty
 from common.checkpoint import Order, Table
-from common.kernels.decode_attention import ragged_decode_attention
-from common.kernels.prefill_attention import prefill_attention
 from common.quant import Int8, Transposed, embed_rows, linear, out_features, specs_like
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, MODEL, UNSPLIT, Shards, round_up, split_heads
@@ -41,7 +39,6 @@ from common.sharding import DATA, MODEL, UNSPLIT, Shards, round_up, split_heads
 Array = jax.Array
 
 KERNEL_FREE = ("reference", "blocked")  # shard_map's check covers these; no Pallas call passes it
-DECODE_TOKENS = 8  # up to so many query tokens a slot, attention is bound by reading the cache
 
 
 class Config(NamedTuple):
@@ -193,18 +190,8 @@ def attention(x_BTD, layer, k_cache, v_cache, length_B, config, implementation):
     q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, config.head_dim) for x in projections)
     k_cache = append(k_cache, k_BTKH, length_B - T)
     v_cache = append(v_cache, v_BTKH, length_B - T)
-    attend = ragged_decode_attention if T <= DECODE_TOKENS else prefill_attention
-    (k_BKSH, k_scale), (v_BKSH, v_scale) = parts(k_cache), parts(v_cache)
-    o_BTNH = attend(
-        q_BTNH,
-        k_BKSH,
-        v_BKSH,
-        length_B,
-        scale=config.head_dim**-0.5,
-        k_scale_BKS=k_scale,
-        v_scale_BKS=v_scale,
-        implementation=implementation,
-    )
+    scale = config.head_dim**-0.5
+    o_BTNH = attend(q_BTNH, k_cache, v_cache, length_B, scale=scale, implementation=implementation)
     o_BTD = linear(o_BTNH.reshape(B, T, -1), layer.wo)
     o_BTD = lax.psum(o_BTD, MODEL)  # partial: own heads only -> replicated
     return o_BTD + layer.bo, k_cache, v_cache  # added once, not by every device

@@ -31,11 +31,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from common.cache import append, empty, parts
+from common.cache import append, attend, empty
 from common.checkpoint import Axes, Order, Table
 from common.experts import group_by_expert, num_experts
-from common.kernels.decode_attention import ragged_decode_attention
-from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
 from common.quant import (
     MXFP4_GROUP,
@@ -52,7 +50,6 @@ from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, Shards, round_
 Array = jax.Array
 
 KERNEL_FREE = ("reference", "blocked")  # shard_map's check covers these; no Pallas call passes it
-DECODE_TOKENS = 8  # up to so many query tokens a slot, attention is bound by reading the cache
 SWIGLU_ALPHA = 1.702  # which the published config.json leaves out
 
 
@@ -334,22 +331,13 @@ def attention(x_BTD, layer, k_cache, v_cache, rope, length_B, window, config, im
     q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, config.head_dim) for x in projections)
     k_cache = append(k_cache, rotate(k_BTKH, rope), length_B - T)
     v_cache = append(v_cache, v_BTKH, length_B - T)
-    if T > DECODE_TOKENS:
-        attend = partial(prefill_attention, window=window)
-    elif window is None:
-        attend = ragged_decode_attention
-    else:
-        position_BT = length_B[:, None] - T + jnp.arange(T)
-        attend = partial(ragged_decode_attention, starts=jnp.maximum(position_BT - window + 1, 0))
-    (k_BKSH, k_scale), (v_BKSH, v_scale) = parts(k_cache), parts(v_cache)
     o_BTNH = attend(
         rotate(q_BTNH, rope),
-        k_BKSH,
-        v_BKSH,
+        k_cache,
+        v_cache,
         length_B,
         scale=config.head_dim**-0.5,
-        k_scale_BKS=k_scale,
-        v_scale_BKS=v_scale,
+        window=window,
         sinks_N=layer.sinks,
         implementation=implementation,
     )

@@ -29,11 +29,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from common.cache import append, empty, parts
+from common.cache import append, attend, empty
 from common.checkpoint import Order, Table
 from common.experts import group_by_expert, num_experts
-from common.kernels.decode_attention import ragged_decode_attention
-from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
 from common.quant import FP8_BLOCK, Int8, embed_rows, fp8_shapes, linear, out_features, specs_like
 from common.sampling import Sampling, sample, sampling_params
@@ -42,7 +40,6 @@ from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, Shards, round_
 Array = jax.Array
 
 KERNEL_FREE = ("reference", "blocked")  # shard_map's check covers these; no Pallas call passes it
-DECODE_TOKENS = 8  # up to so many query tokens a slot, attention is bound by reading the cache
 
 
 class Yarn(NamedTuple):
@@ -359,18 +356,8 @@ def attention(x_BTD, layer, k_cache, v_cache, rope, length_B, config, implementa
     k_BTKH = rms_norm(k_BTKH, layer.k_norm, config.rms_norm_eps)
     k_cache = append(k_cache, rotate(k_BTKH, rope), length_B - T)
     v_cache = append(v_cache, v_BTKH, length_B - T)
-    attend = ragged_decode_attention if T <= DECODE_TOKENS else prefill_attention
-    (k_BKSH, k_scale), (v_BKSH, v_scale) = parts(k_cache), parts(v_cache)
-    o_BTNH = attend(
-        rotate(q_BTNH, rope),
-        k_BKSH,
-        v_BKSH,
-        length_B,
-        scale=config.head_dim**-0.5,
-        k_scale_BKS=k_scale,
-        v_scale_BKS=v_scale,
-        implementation=implementation,
-    )
+    scale, q_BTNH = config.head_dim**-0.5, rotate(q_BTNH, rope)
+    o_BTNH = attend(q_BTNH, k_cache, v_cache, length_B, scale=scale, implementation=implementation)
     o_BTD = linear(o_BTNH.reshape(B, T, -1), layer.wo)
     return lax.psum(o_BTD, MODEL), k_cache, v_cache  # partial: own heads only -> replicated
 
