@@ -3,7 +3,8 @@
 Everything is checked on the headers of the files, and all that is wrong is reported together,
 before any data is read. Then each process reads the shards of its own devices, one after the
 other, in chunks that are cast on the way: it holds one shard, in the dtype in which it goes to the
-device, and a chunk. Files are read, not mapped: a mapped file that is cut short kills the process.
+device, and a chunk (at least a row of the first axis: of stacked experts, one expert's matrix).
+Files are read, not mapped: a mapped file that is cut short kills the process.
 Columns are picked from whole rows, as storage reads past a gap of some kilobytes in less time than
 it takes to seek over it.
 """

@@ -84,7 +84,7 @@ def abstract(tree: Any, specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, P))
 
 
-def rows_together(tree: Any) -> Any:
+def as_loaded(tree: Any) -> Any:
     """Weights as the loader lays them out."""
 
     def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -99,7 +99,7 @@ def abstract_weights(model: Any, config: Any, mesh: Mesh, dtype: Any, form: Form
     specs, shapes = model.weight_specs(config), model.weight_shapes(config, model_shards(mesh))
     make = partial(random_weights, shapes, specs, mesh, dtype, seed=0, form=form)
     weights = jax.eval_shape(make)
-    return rows_together(abstract(weights, specs_like(weights, specs), mesh))
+    return as_loaded(abstract(weights, specs_like(weights, specs), mesh))
 
 
 def abstract_state(

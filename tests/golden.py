@@ -1,11 +1,16 @@
-"""What a model file computes on the golden prompts, against what transformers computed."""
+"""What a model file computes on the golden prompts, against what transformers computed; and what
+holds of every model file."""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from compare import assert_close
 from engine import CAPACITY, SLOTS, Engine, Request, empty_cache, forward, goldens, plant_nan, serve
+
+from common.quant import is_leaf, specs_like
+from common.sharding import EXPERT, TENSOR, Shards
 
 ROWS = (0, 1, 3, 4, 6)  # the slots in which the golden prompts lie; the others are empty
 
@@ -67,3 +72,38 @@ def assert_greedy(engine: Engine) -> None:
         for i, (p, s) in enumerate(zip(prompts, slots, strict=True))
     ]
     assert serve(engine, requests) == [p.greedy.tolist() for p in prompts]
+
+
+def assert_updates_in_place(engine: Engine, dtype: Any) -> None:
+    """`generate` aliases its cache, of which it copies not one layer."""
+    model, config = engine.model, engine.config
+    state = jax.eval_shape(lambda: model.init_state(config, 4, 4100, dtype, engine.shards))
+    step = model.generate.lower(engine.weights, state, config=config, mesh=engine.mesh)
+    memory = step.compile().memory_analysis()
+    cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
+    per_device = cache // engine.mesh.size
+    assert memory.alias_size_in_bytes >= per_device
+    assert memory.temp_size_in_bytes < per_device / config.num_hidden_layers
+
+
+def assert_divides(model: Any, config: Any, shards: Shards) -> None:
+    """Every array has a spec, and every dimension that it splits divides."""
+    sizes = {EXPERT: shards.expert, TENSOR: shards.tensor}
+    shapes = model.weight_shapes(config, shards)
+    specs = specs_like(shapes, model.weight_specs(config))
+    shapes = jax.tree.leaves(shapes, is_leaf=lambda x: is_leaf(x) and type(x) is tuple)
+    for leaf, spec in zip(shapes, jax.tree.leaves(specs), strict=True):
+        for n, axes in zip(getattr(leaf, "shape", leaf), spec, strict=False):
+            parts = np.prod([sizes[axis] for axis in jax.tree.leaves(axes)])
+            assert n % parts == 0, (leaf, spec)
+
+
+def assert_padding_never_sampled(engine: Engine) -> None:
+    """Not even by slots so hot that all ids are alike."""
+    model, config = engine.model, engine.config
+    assert model.weight_shapes(config, engine.shards).embed[0] > config.vocab_size
+    prompt = prompts_of(engine)[0].tokens
+    hot = [dict(temperature=1e6, seed=s) for s in range(SLOTS)]
+    requests = [Request(prompt, s, 24, sampling=hot[s]) for s in range(SLOTS)]
+    tokens = np.array(serve(engine, requests))
+    assert tokens.max() < config.vocab_size and len(np.unique(tokens)) > 60

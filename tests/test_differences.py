@@ -59,3 +59,22 @@ def test_the_page_of_differences_is_that_of_the_files():
     assert differences.PAGE.read_text(encoding="utf-8") == differences.page(), (
         "run python tools/differences.py"
     )
+
+
+@pytest.mark.parametrize("family", FILES)
+def test_links_to_lines_lead_to_the_code_that_they_name(family):
+    readme = differences.ROOT / family / "README.md"
+    assert differences.renumbered(readme) == readme.read_text(encoding="utf-8"), (
+        "run python tools/differences.py"
+    )
+
+
+@pytest.mark.parametrize("link", ["#L7", '#L7 "no such code"', '#L7 "x"', '#L1 "x = 1"'])
+def test_a_link_that_names_no_line_or_another_is_seen(link, tmp_path):
+    (tmp_path / "code.py").write_text("x = 0\nx = 1\n")
+    (tmp_path / "README.md").write_text(f"[words](code.py{link})")
+    if link == '#L1 "x = 1"':
+        assert differences.renumbered(tmp_path / "README.md") == '[words](code.py#L2 "x = 1")'
+    else:
+        with pytest.raises(ValueError, match="not in one"):
+            differences.renumbered(tmp_path / "README.md")

@@ -10,13 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close
-from engine import FIXTURES, SLOTS, Request, goldens, load, serve
-from golden import assert_golden, assert_greedy, prompt_logits, stepwise_logits
+from engine import FIXTURES, Request, goldens, load, serve
+from golden import (
+    assert_divides,
+    assert_golden,
+    assert_greedy,
+    assert_padding_never_sampled,
+    assert_updates_in_place,
+    prompt_logits,
+    stepwise_logits,
+)
 from safetensors.numpy import load_file, save_file
 
 from common import cli
 from common.checkpoint import load_weights, read_config
-from common.quant import INT8, TRANSPOSED, specs_like
+from common.quant import INT8, TRANSPOSED
 from common.sharding import Shards, make_mesh
 from common.tokenizer import decode, encode, load_tokenizer
 from gpt2 import model
@@ -122,20 +130,8 @@ def test_the_tpu_kernel_gives_the_logits_of_transformers():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["f32", "int8"])
 def test_generate_updates_its_state_in_place(dtype):
-    engine, slots, capacity = load("gpt2", "prefixed", "data=2,tensor=2", "bfloat16"), 4, 1030
-    state = jax.eval_shape(
-        lambda: model.init_state(engine.config, slots, capacity, dtype, engine.shards)
-    )
-    compiled = model.generate.lower(
-        engine.weights, state, config=engine.config, mesh=engine.mesh
-    ).compile()
-    memory = compiled.memory_analysis()
-    per_device = (
-        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache)) // engine.mesh.size
-    )
-    assert memory.alias_size_in_bytes >= per_device
-    # No copy of any layer.
-    assert memory.temp_size_in_bytes < per_device / engine.config.num_hidden_layers
+    engine = load("gpt2", "prefixed", "data=2,tensor=2", "bfloat16")
+    assert_updates_in_place(engine, dtype)
 
 
 # ---- config.json
@@ -251,15 +247,7 @@ def flat(shapes):
 @pytest.mark.parametrize("shards", [1, 2, 4, 5])
 def test_every_split_dimension_divides_by_the_shards_and_every_array_has_a_spec(shards):
     for variant in VARIANTS:
-        config = load("gpt2", variant).config
-        shapes = model.weight_shapes(config, Shards(tensor=shards))
-        specs = jax.tree.leaves(specs_like(shapes, model.weight_specs(config)))
-        for shape, spec in zip(flat(shapes), specs, strict=True):
-            assert all(n % shards == 0 for n, axes in zip(shape, spec, strict=False) if axes), (
-                variant,
-                shape,
-                spec,
-            )
+        assert_divides(model, load("gpt2", variant).config, Shards(tensor=shards))
 
 
 def test_a_device_holds_the_queries_the_keys_and_the_values_of_its_heads():
@@ -274,12 +262,7 @@ def test_more_devices_than_heads_are_refused():
 
 
 def test_padding_of_the_vocabulary_is_never_sampled():
-    """131 tokens on 8 devices are padded to 136, and a hot slot draws all of them alike."""
-    engine, prompt = load("gpt2", "hub", "tensor=8"), goldens("gpt2", "hub")[0].tokens
-    hot = dict(temperature=1e6)
-    requests = [Request(prompt, s, 24, sampling={**hot, "seed": s}) for s in range(SLOTS)]
-    tokens = np.array(serve(engine, requests))
-    assert tokens.max() < engine.config.vocab_size and len(np.unique(tokens)) > 60
+    assert_padding_never_sampled(load("gpt2", "hub", "tensor=8"))
 
 
 # ---- the embedded model

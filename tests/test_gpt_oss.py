@@ -8,8 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close
-from engine import FIXTURES, SLOTS, Request, goldens, load, serve
-from golden import assert_golden, assert_greedy, prompt_logits, stepwise_logits
+from engine import FIXTURES, goldens, load
+from golden import (
+    assert_divides,
+    assert_golden,
+    assert_greedy,
+    assert_padding_never_sampled,
+    assert_updates_in_place,
+    prompt_logits,
+    stepwise_logits,
+)
 
 from common.checkpoint import read_config
 from common.dryrun import devices_of, dry_run
@@ -130,20 +138,8 @@ def test_the_tpu_kernels_give_the_golden_logits():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["f32", "int8"])
 def test_generate_updates_its_state_in_place(dtype):
-    engine, slots, capacity = load("gpt_oss", "mxfp4", "data=2,tensor=2", "bfloat16"), 4, 4100
-    state = jax.eval_shape(
-        lambda: model.init_state(engine.config, slots, capacity, dtype, engine.shards)
-    )
-    compiled = model.generate.lower(
-        engine.weights, state, config=engine.config, mesh=engine.mesh
-    ).compile()
-    memory = compiled.memory_analysis()
-    per_device = (
-        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache)) // engine.mesh.size
-    )
-    assert memory.alias_size_in_bytes >= per_device
-    # No copy of any layer.
-    assert memory.temp_size_in_bytes < per_device / engine.config.num_hidden_layers
+    engine = load("gpt_oss", "mxfp4", "data=2,tensor=2", "bfloat16")
+    assert_updates_in_place(engine, dtype)
 
 
 def test_on_tpu_a_step_reads_experts_embedding_and_cache_where_they_lie():
@@ -232,18 +228,9 @@ def test_a_number_that_is_missing_is_an_error_and_not_a_default(name):
 
 @pytest.mark.parametrize("expert, tensor", [(1, 1), (1, 8), (2, 1), (2, 4), (6, 1)])
 def test_every_split_dimension_divides_by_the_shards_and_every_array_has_a_spec(expert, tensor):
-    shards = Shards(expert, tensor)
-    parts = dict(expert=expert, tensor=tensor)
     for variant in ("plain", "tied_bf16", *(["mxfp4"] if 8 % expert == 0 else [])):
         config = model.config_from_hf(hf_config(variant))
-        shapes, specs = model.weight_shapes(config, shards), model.weight_specs(config)
-        for leaf, spec in zip(
-            jax.tree.leaves(shapes, is_leaf=is_leaf), jax.tree.leaves(specs), strict=True
-        ):
-            for x in leaf if type(leaf) is Mxfp4 else [leaf]:
-                for n, axes in zip(getattr(x, "shape", x), spec, strict=False):
-                    axes = (axes,) if isinstance(axes, str) else axes or ()
-                    assert n % math.prod(parts[a] for a in axes) == 0, (variant, leaf, spec)
+        assert_divides(model, config, Shards(expert, tensor))
 
 
 def test_experts_that_do_not_divide_by_the_mesh_are_refused_with_both_numbers():
@@ -264,10 +251,4 @@ def test_the_published_shapes_have_the_published_numbers_of_parameters():
 
 
 def test_padding_of_the_vocabulary_is_never_sampled():
-    """131 tokens on 8 devices are padded to 136, and a hot slot draws all of them alike."""
-    engine = load("gpt_oss", "plain", "tensor=8")
-    prompt = goldens("gpt_oss", "plain")[0].tokens
-    hot = dict(temperature=1e6, seed=3)
-    requests = [Request(prompt, s, 24, sampling={**hot, "seed": s}) for s in range(SLOTS)]
-    tokens = np.array(serve(engine, requests))
-    assert tokens.max() < engine.config.vocab_size and len(np.unique(tokens)) > 60
+    assert_padding_never_sampled(load("gpt_oss", "plain", "tensor=8"))

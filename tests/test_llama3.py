@@ -18,7 +18,15 @@ from engine import (
     load,
     serve,
 )
-from golden import assert_golden, assert_greedy, prompt_logits, stepwise_logits
+from golden import (
+    assert_divides,
+    assert_golden,
+    assert_greedy,
+    assert_padding_never_sampled,
+    assert_updates_in_place,
+    prompt_logits,
+    stepwise_logits,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -251,20 +259,8 @@ def test_a_body_that_misses_a_reduction_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["f32", "int8"])
 def test_generate_updates_its_state_in_place(dtype):
-    engine, slots, capacity = load("llama3", "scaled", "data=2,tensor=2", "bfloat16"), 4, 1030
-    state = jax.eval_shape(
-        lambda: model.init_state(engine.config, slots, capacity, dtype, engine.shards)
-    )
-    compiled = model.generate.lower(
-        engine.weights, state, config=engine.config, mesh=engine.mesh
-    ).compile()
-    memory = compiled.memory_analysis()
-    per_device = (
-        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache)) // engine.mesh.size
-    )
-    assert memory.alias_size_in_bytes >= per_device
-    # No copy of any layer.
-    assert memory.temp_size_in_bytes < per_device / engine.config.num_hidden_layers
+    engine = load("llama3", "scaled", "data=2,tensor=2", "bfloat16")
+    assert_updates_in_place(engine, dtype)
 
 
 # ---- config.json
@@ -337,24 +333,9 @@ def test_a_number_that_is_missing_is_an_error_and_not_a_default(name):
 
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 def test_every_split_dimension_divides_by_the_shards_and_every_array_has_a_spec(shards):
-    split = Shards(tensor=shards)
     for variant in VARIANTS:
-        config = load("llama3", variant).config
-        shapes, specs = model.weight_shapes(config, split), model.weight_specs(config)
-        flat = jax.tree.leaves(shapes, is_leaf=lambda x: type(x) is tuple and isinstance(x[0], int))
-        for shape, spec in zip(flat, jax.tree.leaves(specs), strict=True):
-            assert all(n % shards == 0 for n, axes in zip(shape, spec, strict=False) if axes), (
-                variant,
-                shape,
-                spec,
-            )
+        assert_divides(model, load("llama3", variant).config, Shards(tensor=shards))
 
 
 def test_padding_of_the_vocabulary_is_never_sampled():
-    """131 tokens on 8 devices are padded to 136, and a hot slot draws all of them alike."""
-    engine = load("llama3", "scaled", "tensor=8")
-    prompt = goldens("llama3", "scaled")[0].tokens
-    hot = dict(temperature=1e6, seed=3)
-    requests = [Request(prompt, s, 24, sampling={**hot, "seed": s}) for s in range(SLOTS)]
-    tokens = np.array(serve(engine, requests))
-    assert tokens.max() < engine.config.vocab_size and len(np.unique(tokens)) > 60
+    assert_padding_never_sampled(load("llama3", "scaled", "tensor=8"))

@@ -1,5 +1,5 @@
-"""Every published size compiles for a TPU slice that it fits: a decoding step, and a prompt.
-(Those of llama3 are in test_dryrun.)
+"""Every published size of gpt2, qwen3 and gpt_oss compiles for a TPU slice that it fits: a decoding
+step, and a prompt.
 
 Two layers of each at their true widths; what all of them hold is counted from their shapes. The
 READMEs' tables come from all layers (`python -m common.dryrun`).

@@ -1,11 +1,12 @@
 """Writes docs/differences.md: what each model file does that llama3's does not, definition by
-definition.
+definition. And renumbers the READMEs' links to lines of code.
 
     python tools/differences.py
 """
 
 import ast
 import difflib
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,6 +77,25 @@ def page() -> str:
     return "\n\n".join([HEAD.strip(), *map(section, FAMILIES)]) + "\n"
 
 
+def renumbered(readme: Path) -> str:
+    """Its text with every [words](file.py#L7 "code") on the one line that has this code; ValueError
+    if it is not one."""
+
+    def relink(match: re.Match[str]) -> str:
+        file, code = match.group(1), match.group(3)
+        text = (readme.parent / file).read_text(encoding="utf-8")
+        at = [i for i, line in enumerate(text.splitlines(), 1) if code and code in line]
+        if len(at) != 1:
+            raise ValueError(f"{readme}: {code!r} is in {len(at)} lines of {file}, not in one")
+        return f'({file}#L{at[0]} "{code}")'
+
+    text = readme.read_text(encoding="utf-8")
+    return re.sub(r'\(([^()#:\s]+)#L(\d+)(?: "([^"]*)")?\)', relink, text)
+
+
 if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(), encoding="utf-8")
+    for family in FAMILIES:
+        readme = ROOT / family / "README.md"
+        readme.write_text(renumbered(readme), encoding="utf-8")

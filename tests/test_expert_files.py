@@ -1,0 +1,190 @@
+"""Experts arrive from every layout in which they are published: a file entry each, all in one with
+either order of axes, and in 4 or 8 bits, which they keep."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_close
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
+
+from common import checkpoint as ck
+from common.checkpoint import Axes
+from common.quant import INT8, Fp8, Int8, Mxfp4, fp8_shapes, mxfp4_shapes
+from common.sharding import EXPERT, TENSOR, make_mesh, model_shards, round_up
+
+BF16, FP8 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
+E, F, D, N, L = 4, 7, 64, 150, 2  # experts, and widths that no number of devices divides
+
+
+class Layer(NamedTuple):
+    router: Any  # [E, D]
+    each: Any  # [E, F, D], an entry per expert
+    fused: Any  # [E, F, D], stored [E, D, F]
+    packed: Any  # [E, F, D] in 4 bits, a group of 32 an axis of its own
+    square: Any  # [N, D] in 8 bits
+
+
+class Weights(NamedTuple):
+    layers: tuple[Layer, ...]
+
+
+def shapes(tensor=1):
+    stack = (E, round_up(F, tensor), D)
+    return Weights((Layer((E, D), stack, stack, mxfp4_shapes(stack), fp8_shapes((N, D))),) * L)
+
+
+def specs():
+    stack = P(EXPERT, TENSOR, None)
+    return Weights((Layer(P(), stack, stack, stack, P(None, None)),) * L)
+
+
+TABLE: ck.Table = {
+    "m.*.router.weight": ("layers.*.router", None),
+    "m.*.experts.*.up.weight": ("layers.*.each", None),
+    "m.*.experts.fused": ("layers.*.fused", Axes.SWAPPED),
+    "m.*.experts.packed_blocks": ("layers.*.packed.values", Axes.SPLIT),
+    "m.*.experts.packed_scales": ("layers.*.packed.scale", None),
+    "m.*.square.weight": ("layers.*.square.values", None),
+    "m.*.square.weight_scale_inv": ("layers.*.square.scale", None),
+}
+
+
+def stored_tensors():
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for i in range(L):
+        for e in reversed(range(E)):
+            tensors[f"m.{i}.experts.{e}.up.weight"] = rng.normal(size=(F, D)).astype(BF16)
+        tensors |= {
+            f"m.{i}.router.weight": rng.normal(size=(E, D)).astype(BF16),
+            f"m.{i}.experts.fused": rng.normal(size=(E, D, F)).astype(BF16),
+            f"m.{i}.experts.packed_blocks": rng.integers(0, 256, (E, F, D // 32, 16), np.uint8),
+            f"m.{i}.experts.packed_scales": rng.integers(110, 130, (E, F, D // 32), np.uint8),
+            f"m.{i}.square.weight": rng.normal(size=(N, D)).astype(FP8),
+            f"m.{i}.square.weight_scale_inv": rng.normal(size=(2, 1)).astype(BF16),
+        }
+    return tensors
+
+
+def expected(tensors, tensor):
+    """In float32, where they are no codes."""
+
+    def padded(x):
+        return np.pad(x, ((0, 0), (0, round_up(F, tensor) - F), (0, 0)))
+
+    def layer(i):
+        get = lambda name: tensors[f"m.{i}.{name}"]
+        each = np.stack([get(f"experts.{e}.up.weight") for e in range(E)])
+        codes = get("experts.packed_blocks").reshape(E, F, D // 2)
+        return Layer(
+            get("router.weight").astype(np.float32),
+            padded(each.astype(np.float32)),
+            padded(get("experts.fused").astype(np.float32).swapaxes(1, 2)),
+            Mxfp4(padded(codes), padded(get("experts.packed_scales"))),
+            Fp8(get("square.weight"), get("square.weight_scale_inv").astype(np.float32)),
+        )
+
+    return Weights(tuple(layer(i) for i in range(L)))
+
+
+MESHES = [{}, {"expert": 4}, {"tensor": 4}, {"data": 2, "expert": 2, "tensor": 2}]
+ON_MESHES = pytest.mark.parametrize("axes", MESHES, ids=lambda a: "-".join(a) or "1")
+
+
+def load(directory, axes, **options):
+    mesh = make_mesh(**axes)
+    padded = shapes(model_shards(mesh).tensor)
+    form = (TABLE, shapes(), padded, specs(), mesh, np.dtype(np.float32))
+    return ck.load_weights(directory, *form, **options), mesh
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("experts")
+    save_file(stored_tensors(), directory / "model.safetensors")
+    return directory
+
+
+@ON_MESHES
+def test_experts_arrive_in_order_padded_and_split_from_every_layout(checkpoint, axes):
+    weights, mesh = load(checkpoint, axes)
+    want = expected(stored_tensors(), model_shards(mesh).tensor)
+    assert jax.tree.structure(weights) == jax.tree.structure(want)
+    for got, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(want), strict=True):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_array_equal(np.asarray(got), wanted)
+    each = weights.layers[0].each
+    assert {s.data.shape[0] for s in each.addressable_shards} == {E // axes.get("expert", 1)}
+
+
+@ON_MESHES
+def test_int8_takes_the_stacks_and_leaves_routers_and_what_is_quantised(checkpoint, axes):
+    weights, mesh = load(checkpoint, axes, form=INT8)
+    want = expected(stored_tensors(), model_shards(mesh).tensor)
+    for got, wanted in zip(weights.layers, want.layers, strict=True):
+        for name in ("each", "fused"):
+            stack, dense = getattr(got, name), getattr(wanted, name)
+            assert type(stack) is Int8 and stack.scale.shape == (E, 1, dense.shape[1])
+            step = np.asarray(stack.scale)[:, 0, :, None]
+            assert_close(np.asarray(stack.values) * step, dense, atol=0.51 * step.max())
+        assert got.router.dtype == jnp.float32
+        assert (type(got.packed), type(got.square)) == (Mxfp4, Fp8)
+
+
+@ON_MESHES
+@pytest.mark.parametrize("form", [None, INT8], ids=["plain", "int8"])
+def test_random_experts_are_laid_out_like_loaded_ones_and_are_finite(checkpoint, axes, form):
+    loaded, mesh = load(checkpoint, axes, form=form)
+    padded = shapes(model_shards(mesh).tensor)
+    random = ck.random_weights(padded, specs(), mesh, np.dtype(np.float32), 0, form)
+    assert jax.tree.structure(random) == jax.tree.structure(loaded)
+    for a, b in zip(jax.tree.leaves(random), jax.tree.leaves(loaded), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        assert np.isfinite(np.asarray(a).astype(np.float32)).all()
+
+
+def without(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def another(name, x):
+    return lambda tensors: tensors.update({name: x})
+
+
+EACH, FUSED, BLOCKS = (f"m.1.experts.{n}" for n in ("2.up.weight", "fused", "packed_blocks"))
+WRONG = {
+    "no file has m.1.experts.2.up.weight, of shape [7, 64]": without(EACH),
+    "m.1.experts.4.up.weight is not a weight of this model: it has 4 of them": another(
+        "m.1.experts.4.up.weight", np.zeros((F, D), BF16)
+    ),
+    "has dtype BF16, but m.1.experts.2.up.weight has F32": another(
+        EACH, np.zeros((F, D), np.float32)
+    ),
+    "fused has shape [4, 7, 64], but the config says [4, 64, 7]": another(
+        FUSED, np.zeros((E, F, D), BF16)
+    ),
+    "packed_blocks has dtype BF16, but only U8 can be read": another(
+        BLOCKS, np.zeros((E, F, D // 32, 16), BF16)
+    ),
+    "packed_blocks has shape [4, 7, 48], but the config says [4, 7, 32]": another(
+        BLOCKS, np.zeros((E, F, 3, 16), np.uint8)
+    ),
+    "fused has dtype U8, but only F32, F16, BF16 can be read": another(
+        FUSED, np.zeros((E, D, F), np.uint8)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_an_expert_that_is_missing_unknown_or_other_than_the_rest_is_named(message, tmp_path):
+    tensors = stored_tensors()
+    WRONG[message](tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError) as error:
+        load(tmp_path, {})
+    assert message in str(error.value) and "m.0." not in str(error.value)
