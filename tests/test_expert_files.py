@@ -17,7 +17,7 @@ from common.quant import INT8, Fp8, Int8, Mxfp4, fp8_shapes, mxfp4_shapes
 from common.sharding import EXPERT, TENSOR, make_mesh, model_shards, round_up
 
 BF16, FP8 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
-E, F, D, N, L = 4, 7, 64, 150, 2  # experts, and widths that no number of devices divides
+E, F, D, N, L = 12, 7, 64, 150, 2  # of experts more than digits; widths that nothing divides
 
 
 class Layer(NamedTuple):
@@ -159,19 +159,19 @@ def another(name, x):
 EACH, FUSED, BLOCKS = (f"m.1.experts.{n}" for n in ("2.up.weight", "fused", "packed_blocks"))
 WRONG = {
     "no file has m.1.experts.2.up.weight, of shape [7, 64]": without(EACH),
-    "m.1.experts.4.up.weight is not a weight of this model: it has 4 of them": another(
-        "m.1.experts.4.up.weight", np.zeros((F, D), BF16)
+    "m.1.experts.12.up.weight is not a weight of this model: it has 12 of them": another(
+        "m.1.experts.12.up.weight", np.zeros((F, D), BF16)
     ),
     "has dtype BF16, but m.1.experts.2.up.weight has F32": another(
         EACH, np.zeros((F, D), np.float32)
     ),
-    "fused has shape [4, 7, 64], but the config says [4, 64, 7]": another(
+    "fused has shape [12, 7, 64], but the config says [12, 64, 7]": another(
         FUSED, np.zeros((E, F, D), BF16)
     ),
     "packed_blocks has dtype BF16, but only U8 can be read": another(
         BLOCKS, np.zeros((E, F, D // 32, 16), BF16)
     ),
-    "packed_blocks has shape [4, 7, 48], but the config says [4, 7, 32]": another(
+    "packed_blocks has shape [12, 7, 48], but the config says [12, 7, 32]": another(
         BLOCKS, np.zeros((E, F, 3, 16), np.uint8)
     ),
     "fused has dtype U8, but only F32, F16, BF16 can be read": another(

@@ -87,11 +87,10 @@ def attention_blocked(
 
     Reads only blocks that some slot has filled, upcasts one block at a time, and needs memory for
     query_block * block scores a head, whatever T and S are. `block` is 256 positions unless given;
-    for a few queries it is what one head of a core's nearest cache holds.
+    for a few queries no more than a core's nearest cache holds of a head.
     """
     B, T, _, H = q_BTNH.shape
-    S = k_BKSH.shape[2]
-    block = block or (256 if T > FEW_QUERIES else S if S * H <= 2 * L1 else L1 // H)
+    block = block or (256 if T > FEW_QUERIES else min(256, L1 // H))
 
     def attend(q: Array, ends_B: Array, starts: Array) -> tuple[Array, Array]:
         scales = dict(k_scale_BKS=k_scale_BKS, v_scale_BKS=v_scale_BKS, sinks_N=sinks_N)
