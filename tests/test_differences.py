@@ -28,7 +28,7 @@ INTENDED = {
 }
 
 
-@pytest.mark.parametrize("a, b", itertools.combinations(FILES, 2))
+@pytest.mark.parametrize("a, b", list(itertools.combinations(FILES, 2)))
 def test_helpers_of_one_name_have_one_body(a, b):
     one, other = differences.definitions(a), differences.definitions(b)
     differ = {
