@@ -8,9 +8,9 @@ from jax import lax
 
 from common.kernels.decode_attention import ragged_decode_attention
 from common.kernels.prefill_attention import prefill_attention
+from common.kernels.reference import FEW_QUERIES
 from common.quant import Int8, quantize_rows
 
-DECODE_TOKENS = 8  # up to so many query tokens a slot, attention is bound by reading the cache
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = float(jnp.finfo(FP8).max)
 
@@ -95,7 +95,7 @@ def attend(
     options: Any = dict(k_scale_BKS=k_scale, v_scale_BKS=v_scale, sinks_N=sinks_N)
     options |= dict(scale=scale, implementation=implementation)
     T = q_BTNH.shape[1]
-    if T > DECODE_TOKENS:
+    if T > FEW_QUERIES:
         return prefill_attention(q_BTNH, k_BKSH, v_BKSH, length_B, window=window, **options)
     starts = None
     if window is not None:

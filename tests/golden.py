@@ -74,10 +74,10 @@ def assert_greedy(engine: Engine) -> None:
     assert serve(engine, requests) == [p.greedy.tolist() for p in prompts]
 
 
-def assert_updates_in_place(engine: Engine, dtype: Any) -> None:
+def assert_updates_in_place(engine: Engine, dtype: Any, capacity: int = 1030) -> None:
     """`generate` aliases its cache, of which it copies not one layer."""
     model, config = engine.model, engine.config
-    state = jax.eval_shape(lambda: model.init_state(config, 4, 4100, dtype, engine.shards))
+    state = jax.eval_shape(lambda: model.init_state(config, 4, capacity, dtype, engine.shards))
     step = model.generate.lower(engine.weights, state, config=config, mesh=engine.mesh)
     memory = step.compile().memory_analysis()
     cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
