@@ -36,20 +36,22 @@ class Heads(NamedTuple):
     query: int
     kv: int
     width: int  # of a cached key
-    v_dim: int | None = None  # of a latent cache
+    v_dim: int | None = None  # of rows that hold keys and values
+    row: int | None = None  # width of such rows; that of the keys unless given
 
 
 class Experts(NamedTuple):
     number: int
     active: int  # a token
-    n: int
-    k: int
+    n_out: int
+    n_in: int
 
 
 ATTENTION = {
     "llama3.1-8b": Heads(32, 8, 128),
     "llama3.1-70b": Heads(64, 8, 128),
     "qwen3-30b-a3b": Heads(32, 4, 128),
+    "gpt-oss-20b, [value | key]": Heads(64, 8, 64, 64, 128),
     "deepseek-r1": Heads(128, 1, 576, 512),
 }
 EXPERTS = {
@@ -84,7 +86,7 @@ def relative(got: Any, want: Any) -> float:
 def make_attention(heads: Heads, dtype: str, batch: int, length: int, capacity: int) -> Any:
     """q, k, v, lengths, k_scale, v_scale; v and scales may be None."""
     keys = jax.random.split(jax.random.key(0), 3)
-    shape = (batch, heads.kv, capacity, heads.width)
+    shape = (batch, heads.kv, capacity, heads.row or heads.width)
     q = jax.random.normal(keys[0], (batch, 1, heads.query, heads.width), BF16)
     store = jax.jit(partial(_stored, shape, dtype))
     k, k_scale = store(keys[1])
@@ -113,14 +115,14 @@ def jax_attention(implementation: str, q, k, v, lengths_B, k_scale, v_scale):
 
 
 def attention_case(name: str, heads: Heads, dtype: str, batch: int, length: int) -> Case:
-    arrays = 1 if heads.v_dim else 2
-    row = heads.width * (2 if dtype == "bf16" else 1) + 4 * (dtype == "int8")
+    arrays, width = (1, heads.row or heads.width) if heads.v_dim else (2, heads.width)
+    row = {"bf16": 2 * width, "int8": width + 4, "fp8": width}[dtype]
     cache = batch * heads.kv * length * row * arrays
     ends = batch * heads.query * (heads.width + (heads.v_dim or heads.width)) * 2
     others = {}
     if dtype == "bf16" and not heads.v_dim:
-        forms = ("xla", "cudnn") if jax.default_backend() == "gpu" else ("xla",)
-        others = {f"jax.nn {form}": partial(jax_attention, form) for form in forms}
+        names = ("xla", "cudnn") if jax.default_backend() == "gpu" else ("xla",)
+        others = {f"jax.nn {name}": partial(jax_attention, name) for name in names}
 
     def check() -> float:
         args = make_attention(heads, dtype, min(batch, 2), min(length, 400), 512)
@@ -143,19 +145,20 @@ def attention_case(name: str, heads: Heads, dtype: str, batch: int, length: int)
 def make_experts(shape: Experts, dtype: str, tokens: int) -> Any:
     """x, w and the sizes of the groups, of which the first ones are full and the rest empty."""
     keys = jax.random.split(jax.random.key(1), 3)
-    E, N, K = shape.number, shape.n, shape.k
+    E, n_out, n_in = shape.number, shape.n_out, shape.n_in
     sizes = np.bincount(np.arange(tokens * shape.active) % active(shape, tokens), minlength=E)
-    x = jax.random.normal(keys[0], (tokens * shape.active, K), BF16)
+    x = jax.random.normal(keys[0], (tokens * shape.active, n_in), BF16)
     bits = partial(jax.random.bits, keys[1], dtype=jnp.uint8)
     if dtype == "bf16":
-        w: Any = jax.random.normal(keys[1], (E, N, K), BF16)
+        w: Any = jax.random.normal(keys[1], (E, n_out, n_in), BF16)
     elif dtype == "int8":
-        w = Int8(bits((E, N, K)).astype(jnp.int8), jnp.full((E, N), 0.01))
+        w = Int8(bits((E, n_out, n_in)).astype(jnp.int8), jnp.full((E, n_out), 0.01))
     elif dtype == "fp8":
-        scale = jnp.full((E, -(-N // 128), -(-K // 128)), 0.01)
-        w = Fp8((bits((E, N, K)) & 0xBF).view(FP8), scale)
+        scale = jnp.full((E, -(-n_out // 128), -(-n_in // 128)), 0.01)
+        w = Fp8((bits((E, n_out, n_in)) & 0xBF).view(FP8), scale)
     else:
-        w = Mxfp4(bits((E, N, K // 2)), jnp.full((E, N, K // 32), 125, jnp.uint8))
+        scale = jnp.full((E, n_out, n_in // 32), 125, jnp.uint8)
+        w = Mxfp4(bits((E, n_out, n_in // 2)), scale)
     return x, w, jnp.asarray(sizes, jnp.int32)
 
 
@@ -172,9 +175,9 @@ def dense_ragged_dot(x, w, sizes):
 
 
 def experts_case(name: str, shape: Experts, dtype: str, tokens: int) -> Case:
-    number = {"bf16": 2.0, "int8": 1 + 4 / shape.k, "fp8": 1.0, "mxfp4": 0.5 + 1 / 32}[dtype]
-    matrix = shape.n * shape.k * number
-    rows = tokens * shape.active * (shape.n + shape.k) * 2
+    number = {"bf16": 2.0, "int8": 1 + 4 / shape.n_in, "fp8": 1.0, "mxfp4": 0.5 + 1 / 32}[dtype]
+    matrix = shape.n_out * shape.n_in * number
+    rows = tokens * shape.active * (shape.n_out + shape.n_in) * 2
     others = {"lax.ragged_dot": dense_ragged_dot} if dtype == "bf16" else {}
 
     def check() -> float:

@@ -16,16 +16,43 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_attention import BF16, F32, INT8, Case, assert_lse, bound, decode, make, oracle
+from test_attention import (
+    BF16,
+    F32,
+    FP8,
+    INT8,
+    SCALES,
+    Case,
+    assert_lse,
+    bound,
+    decode,
+    make,
+    merge,
+    oracle,
+    split,
+)
 
-from common.cache import append, empty, parts
+from common.cache import (
+    append,
+    append_latent,
+    attend_latent,
+    empty_cache,
+    empty_latent,
+)
+from common.cache import attend as attend_to_cache
 from common.dryrun import devices_of
 from common.kernels import decode_attention_tpu as kernel
 from common.kernels.decode_attention import ragged_decode_attention
-from common.kernels.decode_attention_tpu import Blocks, decode_attention_tpu, plan, positions_last
+from common.kernels.decode_attention_tpu import (
+    RingSizes,
+    decode_attention_tpu,
+    list_blocks,
+    positions_last,
+)
+from common.kernels.prefill_attention import prefill_attention
 from common.sharding import DATA, MODEL, make_mesh
 
-FP8 = jnp.float8_e4m3fn
+CACHE = ("k_BKSH", "v_BKSH")
 KERNEL = 'custom_call_target="tpu_custom_call"'
 STRICT = pltpu.InterpretParams(detect_races=True)  # memory begins as NaN, copies end at their wait
 
@@ -36,15 +63,13 @@ def _fresh_interpreter():
     pltpu.reset_tpu_interpret_mode_state()
 
 
-def attend(inputs, interpret=True, blocks=None, **arrays):
+def attend(inputs, interpret=True, sizes=None, **arrays):
     """The kernel itself, on what `make` gave."""
     arrays = dict(v_BKSH=None) | inputs.arrays | arrays
     B, T = arrays["q_BTNH"].shape[:2]
     starts = jnp.asarray(arrays.pop("starts", np.zeros(B, np.int32)))
     arrays["starts_BT"] = jnp.broadcast_to(starts if starts.ndim == 2 else starts[:, None], (B, T))
-    options = dict(scale=inputs.scale, v_dim=inputs.v_dim, blocks=blocks, interpret=interpret)
-    if arrays["v_BKSH"] is None:
-        arrays |= dict(v_scale_BKS=arrays.get("k_scale_BKS"))
+    options = dict(scale=inputs.scale, v_dim=inputs.v_dim, sizes=sizes, interpret=interpret)
     run = functools.partial(decode_attention_tpu, **options)
     return jax.jit(lambda arrays: run(**arrays))(jax.tree.map(jnp.asarray, arrays))
 
@@ -62,36 +87,55 @@ def check(case, inputs, o, lse):
 LENGTHS = (0, 1, 3, 127, 128, 129, 300, 0, 384)
 CASES = [
     Case(64, 2, 3, 1, S=384, sinks=True),
-    Case(40, 3, 1, 2, S=384, starts="query"),
-    Case(128, 1, 4, 8, S=384, dtype=BF16, cache=BF16, starts="query", sinks=True),
+    Case(40, 3, 1, 2, S=384, starts="window"),
+    Case(128, 1, 4, 8, S=384, dtype=BF16, cache=BF16, starts="window", sinks=True),
     Case(80, 2, 4, 5, S=384, cache=INT8, starts="slot"),
-    Case(96, 2, 1, 3, S=384, dtype=BF16, cache=FP8, starts="query"),
+    Case(96, 2, 1, 3, S=384, dtype=BF16, cache=FP8, starts="window"),
     Case(256, 2, 3, 1, S=384, dtype=BF16, cache=INT8, sinks=True),
     Case(576, 1, 16, 1, S=384, dtype=BF16, cache=BF16, v_dim=512),
-    Case(80, 1, 9, 2, S=384, cache=INT8, v_dim=56, starts="query"),
+    Case(80, 1, 9, 2, S=384, cache=INT8, v_dim=56, starts="window"),
     Case(576, 1, 4, 2, S=384, dtype=BF16, cache=FP8, v_dim=512, starts="slot"),
+    Case(64, 2, 3, 1, S=384, v_dim=64, row=128, sinks=True),
+    Case(64, 2, 2, 8, S=384, v_dim=64, row=128, dtype=BF16, cache=BF16, starts="window"),
+    Case(64, 1, 4, 3, S=384, v_dim=48, row=128, cache=INT8, starts="window", sinks=True),
+    Case(40, 2, 3, 3, S=384, v_dim=56, row=80, dtype=BF16, cache=FP8, starts="slot"),
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_computes_the_formula_whatever_lies_past_the_lengths(case):
     inputs = make(case, LENGTHS)
-    check(case, inputs, *attend(inputs, blocks=Blocks(128, 3)))
+    check(case, inputs, *attend(inputs, sizes=RingSizes(128, 3)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_reads_no_memory_that_nothing_was_copied_to_and_waits_for_every_copy(case, capfd):
     inputs = make(case, LENGTHS)
-    check(case, inputs, *attend(inputs, STRICT, Blocks(128, 3)))
+    check(case, inputs, *attend(inputs, STRICT, RingSizes(128, 3)))
     assert "RACE" not in "".join(capfd.readouterr())
 
 
+def test_neither_do_parts_of_a_cache_with_lengths_below_0_and_above_them(capfd):
+    """Where some parts hold nothing but NaN; in blocks of 128, of which parts of 256 have two."""
+    case = Case(40, 2, 2, 3, S=512, cache=INT8, v_dim=40, row=80, starts="window")
+    inputs = make(case, (0, 1, 127, 128, 129, 257, 385, 511, 512))
+    arrays = split(inputs.arrays, 2)
+    o, lse = attend(inputs, STRICT, RingSizes(128, 3), **arrays)
+    assert "RACE" not in "".join(capfd.readouterr())
+    o, lse = merge(o, lse, 2)
+    assert_close(o, inputs.o, **bound(case))
+    assert_lse(lse, inputs.lse)
+
+
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("blocks", [(128, 2), (128, 16), (256, 2), (256, 3), (384, 2)], ids=str)
 def test_the_sizes_of_blocks_and_ring_change_nothing(blocks):
     """Blocks of 256 do not divide the capacity: the last one overlaps the one before it."""
     case = Case(40, 2, 3, 5, S=384, sinks=True, cache=INT8)
     inputs = make(case, LENGTHS)
-    check(case, inputs, *attend(inputs, blocks=Blocks(*blocks)))
+    check(case, inputs, *attend(inputs, sizes=RingSizes(*blocks)))
 
 
 def test_windows_and_lengths_may_end_on_either_side_of_a_block():
@@ -102,15 +146,16 @@ def test_windows_and_lengths_may_end_on_either_side_of_a_block():
     for starts_BT in (starts, starts[:, ::-1]):
         q, k, v, lengths = (inputs.arrays[x] for x in ("q_BTNH", "k_BKSH", "v_BKSH", "lengths_B"))
         o, lse = oracle(q, k, v, lengths, starts_BT, scale=inputs.scale)
-        got = attend(inputs, blocks=Blocks(128, 3), starts=starts_BT)
+        got = attend(inputs, sizes=RingSizes(128, 3), starts=starts_BT)
         check(case, inputs._replace(o=o, lse=lse), *got)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("T", range(1, 9))
 def test_from_one_to_eight_queries_see_what_stands_before_them(T):
-    case = Case(40, 2, 2, T, S=256, starts="query")
+    case = Case(40, 2, 2, T, S=256, starts="window")
     inputs = make(case, (T, 256, 130, 0, 1))
-    check(case, inputs, *attend(inputs, blocks=Blocks(128, 2)))
+    check(case, inputs, *attend(inputs, sizes=RingSizes(128, 2)))
 
 
 @pytest.mark.parametrize(
@@ -137,18 +182,18 @@ def test_a_batch_of_empty_slots_gives_zeros():
 def test_a_window_that_begins_before_position_0_begins_at_0():
     case = Case(40, 2, 3, 5, S=384, starts="before 0")
     inputs = make(case, LENGTHS)
-    check(case, inputs, *attend(inputs, blocks=Blocks(128, 2)))
+    check(case, inputs, *attend(inputs, sizes=RingSizes(128, 2)))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blocked"])
-def test_the_plain_forms_take_a_cache_in_fp8(implementation):
-    case = Case(40, 2, 3, 2, cache=FP8, starts="query")
+def test_the_plain_implementations_take_a_cache_in_fp8(implementation):
+    case = Case(40, 2, 3, 2, cache=FP8, starts="window")
     inputs = make(case, (0, 1, 129, 150))
     check(case, inputs, *decode(inputs, implementation))
 
 
 def test_heads_and_slots_split_over_eight_devices_give_the_same():
-    case = Case(64, 4, 3, 2, S=256, cache=INT8, starts="query", sinks=True)
+    case = Case(64, 4, 3, 2, S=256, cache=INT8, starts="window", sinks=True)
     inputs = make(case, (256, 33, 0, 129))
     layout = dict(q_BTNH=P(DATA, None, MODEL), lengths_B=P(DATA), starts=P(DATA), sinks_N=P(MODEL))
     specs = {x: layout.get(x, P(DATA, MODEL)) for x in inputs.arrays}
@@ -180,19 +225,20 @@ def visible_blocks(lengths, starts, S, block):
     st.lists(st.tuples(st.integers(-9, 70), st.integers(-9, 70)), min_size=5, max_size=5),
     st.sampled_from([(64, 8), (64, 64), (60, 16), (64, 24)]),
 )
-def test_the_plan_lists_each_visible_block_once_and_no_other(lengths, starts, sizes):
+def test_each_visible_block_is_listed_once_and_no_other(lengths, starts, sizes):
     """Lengths beyond the capacity, empty slots, windows that begin behind the length."""
-    slot_I, begin_B, first_B = map(np.asarray, plan(jnp.array(lengths), jnp.array(starts), *sizes))
-    slots = slot_I[: begin_B[-1]]
+    listed = list_blocks(jnp.array(lengths), jnp.array(starts), *sizes)
+    slot, begin_B, first_B = map(np.asarray, listed)
+    slots = slot[: begin_B[-1]]
     items = [(b, first_B[b] + i - begin_B[b]) for i, b in enumerate(slots)]
     assert items == visible_blocks(lengths, starts, *sizes)
     assert all((np.flatnonzero(slots == b) >= begin_B[b]).all() for b in range(len(lengths)))
-    assert len(slot_I) == len(lengths) * -(-sizes[0] // sizes[1])
+    assert len(slot) == len(lengths) * -(-sizes[0] // sizes[1])
 
 
-def test_the_kernel_copies_the_blocks_of_the_plan_and_each_once(monkeypatch):
+def test_the_kernel_copies_the_listed_blocks_and_each_once(monkeypatch):
     """The last block of a capacity that blocks do not divide begins early."""
-    case, blocks, copied = Case(64, 2, 3, 2, S=384, starts="slot"), Blocks(256, 3), []
+    case, sizes, copied = Case(64, 2, 3, 2, S=384, starts="slot"), RingSizes(256, 3), []
     inputs, copy = make(case, LENGTHS), pltpu.make_async_copy
 
     class Watched:
@@ -206,12 +252,12 @@ def test_the_kernel_copies_the_blocks_of_the_plan_and_each_once(monkeypatch):
             self.inner.start()
 
     monkeypatch.setattr(kernel.pltpu, "make_async_copy", Watched)
-    check(case, inputs, *attend(inputs, blocks=blocks))
+    check(case, inputs, *attend(inputs, sizes=sizes))
     jax.effects_barrier()
     starts = np.broadcast_to(inputs.arrays["starts"][:, None], (len(LENGTHS), case.T))
-    visible = visible_blocks(LENGTHS, starts, case.S, blocks.block)
-    want = [(b, min(j * blocks.block, case.S - blocks.block)) for b, j in visible for _ in "kv"]
-    assert sorted(copied) == sorted(want) and want
+    visible = visible_blocks(LENGTHS, starts, case.S, sizes.block)
+    want = [(b, min(j * sizes.block, case.S - sizes.block)) for b, j in visible]
+    assert sorted(copied) == sorted([*want, *want]) and want  # of keys, and of values
 
 
 # ---- compiled
@@ -228,47 +274,64 @@ COMPILED = [
 ]
 
 
+PACKED = [(chip, dtype, B) for chip in ("v5e:2x2", "v6e:2x2") for dtype in DTYPES for B in (8, 64)]
+
+
 @functools.cache
 def one_device(topology):
     return NamedSharding(Mesh(np.array(devices_of(topology)[:1]), ("x",)), P())
 
 
-def shapes_of(H, dtype, sharding, B=16, S=2048):
-    """A model's: 8 key/value heads with 4 queries each, or one latent one with 64."""
+def shapes_of(H, dtype, sharding, B=16, S=2048, packed=False):
+    """A model's: 8 key/value heads with 4 queries each, or one latent one with 64; or packed, 2
+    heads with 8 queries each, whose rows are [value | key]."""
     latent = H == 576
-    K, G = (1, 64) if latent else (8, 4)
+    K, G = (1, 64) if latent else (2, 8) if packed else (8, 4)
 
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     arrays: dict[str, Any] = dict(
-        q_BTNH=array((B, 1, K * G, H), BF16), k_BKSH=array((B, K, S, H), dtype)
+        q_BTNH=array((B, 1, K * G, H), BF16),
+        k_BKSH=array((B, K, S, 2 * H if packed else H), dtype),
     )
     arrays |= dict(lengths_B=array((B,), jnp.int32))
-    arrays["v_BKSH"] = None if latent else arrays["k_BKSH"]
+    arrays["v_BKSH"] = None if latent or packed else arrays["k_BKSH"]
     if dtype == INT8:
-        scaled = "k" if latent else "kv"
-        arrays |= {f"{x}_scale_BKS": array((B, K, S), F32) for x in scaled}
-    return arrays, dict(v_dim=512 if latent else None, scale=0.1)
+        scaled = SCALES[:1] if latent else SCALES
+        arrays |= {x: array((B, K, S), F32) for x in scaled}
+    return arrays, dict(v_dim=512 if latent else H if packed else None, scale=0.1)
 
 
-def compiled(topology, H, dtype):
+@functools.cache
+def compiled(topology, *args, **options):
     sharding = one_device(topology)
-    arrays, options = shapes_of(H, dtype, sharding)
+    arrays, options = shapes_of(*args, sharding, **options)
     run = functools.partial(ragged_decode_attention, **options)
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         return jax.jit(lambda arrays: run(**arrays)).lower(arrays).compile(), arrays
 
 
-@pytest.mark.parametrize("topology, H, dtype", COMPILED)
-def test_on_tpu_the_kernel_is_chosen_and_copies_neither_cache_nor_scales(topology, H, dtype):
-    """Temporaries are less than the smallest of them; reached: none at all."""
-    program, arrays = compiled(topology, H, dtype)
+def assert_no_copies(program, arrays):
+    """Temporaries are less than the smallest array of the cache; reached: none at all, or the
+    padded queries of packed rows, 98 KB."""
     assert program.as_text().count(KERNEL) == 1
     smallest = min(
         math.prod(x.shape) * x.dtype.itemsize for n, x in arrays.items() if x and "K" in n
     )
     assert program.memory_analysis().temp_size_in_bytes < smallest
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("topology, H, dtype", COMPILED)
+def test_on_tpu_the_kernel_is_chosen_and_copies_neither_cache_nor_scales(topology, H, dtype):
+    assert_no_copies(*compiled(topology, H, dtype))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("topology, dtype, B", PACKED)
+def test_nor_does_it_copy_rows_that_hold_values_and_keys(topology, dtype, B):
+    assert_no_copies(*compiled(topology, 64, dtype, B=B, packed=True))
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -286,32 +349,62 @@ def test_the_compiler_lays_a_cache_out_as_the_kernel_expects(topology):
         assert order == ("2,3" if positions_last(int(S), int(H)) else "3,2"), (S, H)
 
 
-@pytest.mark.parametrize("H, dtype", [(64, BF16), (64, INT8), (96, BF16), (576, FP8)])
+def heads_step(q, cache, lengths):
+    B, K, T, H = len(q), jax.tree.leaves(cache)[0].shape[1], 1, q.shape[-1]
+    new = jnp.resize(q, (B, T, K, H))
+    cache = append(cache, new, new, lengths - T)
+    return attend_to_cache(q, cache, lengths, scale=0.1), cache
+
+
+def latent_step(q, cache, lengths):
+    cache = append_latent(cache, q[:, :, 0], lengths - 1)
+    return attend_latent(q, cache, lengths, v_dim=512, scale=0.1), cache
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    "H, dtype", [(64, BF16), (64, INT8), (64, FP8), (96, BF16), (128, INT8), (576, BF16)]
+)
 def test_a_step_that_appends_a_token_and_attends_works_on_the_cache_in_place(H, dtype):
-    sharding = one_device("v5e:2x2")
-    arrays, options = shapes_of(H, dtype, sharding)
-    q, k = arrays["q_BTNH"], arrays["k_BKSH"]
-    cache = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(lambda: [empty(k.shape, dtype)] * (1 if H == 576 else 2)),
-    )
-
-    def step(q, cache, lengths):
-        new = jnp.repeat(q[:, :, :1], k.shape[1], 2)
-        cache = [append(x, new, lengths - 1) for x in cache]
-        (k_, k_scale), (v_, v_scale) = parts(cache[0]), parts(cache[-1])
-        scales = dict(k_scale_BKS=k_scale, v_scale_BKS=v_scale)
-        if H == 576:
-            v_ = scales["v_scale_BKS"] = None
-        return ragged_decode_attention(q, k_, v_, lengths, **scales, **options), cache
-
-    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
-        program = jax.jit(step, donate_argnums=1).lower(q, cache, arrays["lengths_B"]).compile()
+    mesh = make_mesh(devices=devices_of("v5e:2x2")[:1])
+    put = NamedSharding(mesh, P())
+    B, K, S = 16, 8, 2048
+    make, step = (lambda: empty_cache((B, K, S, H), dtype)), heads_step
+    if H == 576:
+        make, step = (lambda: empty_latent((B, S, H), dtype)), latent_step
+    given = jax.eval_shape(lambda: (jnp.zeros((B, 1, 32, H), BF16), make(), jnp.zeros(B, int)))
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=put), given)
+    step = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    program = jax.jit(step, donate_argnums=1).lower(*given).compile()
     memory = program.memory_analysis()
-    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(given[1]))
     assert program.as_text().count(KERNEL) == 1
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < size / 16
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize(
+    "allowed, packed",
+    [
+        (dict(window=128), True),
+        (dict(window=1000), False),
+        (dict(chunk=8192), False),
+        (dict(chunk=3000), True),
+        (dict(window=700, chunk=1024), False),
+    ],
+    ids=str,
+)
+def test_splash_compiles_for_any_window_and_chunk(topology, allowed, packed):
+    sharding = one_device(topology)
+    arrays, options = shapes_of(64 if packed else 128, BF16, sharding, B=2, S=16384, packed=packed)
+    (B, _, N, H), dtype = arrays["q_BTNH"].shape, arrays["q_BTNH"].dtype
+    arrays["q_BTNH"] = jax.ShapeDtypeStruct((B, 600, N, H), dtype, sharding=sharding)
+    run = functools.partial(prefill_attention, **allowed, **options)
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+        program = jax.jit(lambda arrays: run(**arrays)).lower(arrays).compile()
+    assert program.as_text().count(KERNEL) == 1  # in the loop over rows
 
 
 def test_the_compiler_is_told_what_a_full_cache_costs():
@@ -337,19 +430,19 @@ def refused():
     changes = {
         "queries in float32 or bfloat16": dict(q_BTNH=shape((16, 1, 32, 128), jnp.float16)),
         "a cache in float32, bfloat16, int8": dict(k_BKSH=shape((16, 8, 2048, 128), jnp.float16)),
-        "multiple of 128": {f"{x}_BKSH": shape((16, 8, 2049, 128), BF16) for x in "kv"},
+        "multiple of 128": dict.fromkeys(CACHE, shape((16, 8, 2049, 128), BF16)),
         "scales of both": dict(k_scale_BKS=shape((16, 8, 2048), F32)),
         "at most 131072 blocks": dict(
             q_BTNH=shape((1024, 1, 32, 128), BF16),
             lengths_B=shape((1024,), jnp.int32),
-            **{f"{x}_BKSH": shape((1024, 8, 65536, 128), BF16) for x in "kv"},
+            **dict.fromkeys(CACHE, shape((1024, 8, 65536, 128), BF16)),
         ),
     }
     return [(message, arrays | change, options) for message, change in changes.items()]
 
 
 @pytest.mark.parametrize("message, arrays, options", refused(), ids=[x for x, _, _ in refused()])
-def test_what_the_kernel_does_not_take_is_refused_by_name_and_left_to_the_blocked_form(
+def test_what_the_kernel_does_not_take_is_refused_by_name_and_left_to_the_blocked_one(
     message, arrays, options
 ):
     with pytest.raises(ValueError, match=message) as error:

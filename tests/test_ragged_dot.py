@@ -1,4 +1,5 @@
-"""Every form of ragged_dot computes the formula of its docstring, and reads nothing else."""
+"""Every implementation of ragged_dot computes the formula of its docstring, and reads nothing
+else."""
 
 import functools
 import re
@@ -13,7 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from common.dryrun import CONTROL, VIEWS, arrays, devices_of, executed, parse
+from common.dryrun import devices_of
+from common.hlo import CONTROL, VIEWS, arrays, executed, parse
 from common.kernels import ragged_dot as module
 from common.kernels.ragged_dot import ragged_dot, row_major
 from common.kernels.ragged_dot_tpu import Pairs, list_pairs, ragged_dot_tpu
@@ -21,7 +23,7 @@ from common.quant import Fp8, Int8, Mxfp4
 from common.sharding import make_mesh
 
 F32, BF16 = jnp.float32, jnp.bfloat16
-FORMS = ("reference", "blocked", "tpu", None)
+IMPLEMENTATIONS = ("reference", "blocked", "tpu", None)
 F32_RTOL = 1e-6  # of the largest number
 BF16_RTOL = 0.01
 
@@ -32,7 +34,7 @@ MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
 
 def matrices(w):
-    """The float64 matrices [E, N, K] that w stands for, one number after the other where stored
+    """The float64 matrices [E, O, I] that w stands for, one number after the other where stored
     in groups."""
     arrays = [np.asarray(a) for a in jax.tree.leaves(w)]
     values, scale = arrays[0], arrays[-1].astype(np.float64)
@@ -67,8 +69,8 @@ def oracle(x, w, sizes, bias=None):
 class Case(NamedTuple):
     M: int
     E: int
-    N: int
-    K: int
+    n_out: int
+    n_in: int
     form: Any = F32  # of w: a dtype, or a class
     dtype: Any = F32  # of x
     rows: str = "some"  # see group_sizes
@@ -76,7 +78,11 @@ class Case(NamedTuple):
 
     def __str__(self):
         form = self.form.__name__ if isinstance(self.form, type) else jnp.dtype(self.form).name
-        words = (f"M{self.M}-E{self.E}-N{self.N}-K{self.K}", form, jnp.dtype(self.dtype).name)
+        words = (
+            f"M{self.M}-E{self.E}-out{self.n_out}-in{self.n_in}",
+            form,
+            jnp.dtype(self.dtype).name,
+        )
         return "-".join((*words, self.rows, *(["bias"] if self.bias else [])))
 
 
@@ -95,34 +101,34 @@ def group_sizes(case):
     return sizes
 
 
-def random_matrices(form, rng, E, N, K):
+def random_matrices(form, rng, E, n_out, n_in):
     if form is Int8:
-        values = rng.integers(-127, 128, (E, N, K)).astype(np.int8)
-        return Int8(values, rng.uniform(0.005, 0.03, (E, N)).astype(np.float32))
+        values = rng.integers(-127, 128, (E, n_out, n_in)).astype(np.int8)
+        return Int8(values, rng.uniform(0.005, 0.03, (E, n_out)).astype(np.float32))
     if form is Fp8:
-        values = jnp.asarray(rng.standard_normal((E, N, K)), jnp.float8_e4m3fn)
-        blocks = (E, -(-N // 128), -(-K // 128))
+        values = jnp.asarray(rng.standard_normal((E, n_out, n_in)), jnp.float8_e4m3fn)
+        blocks = (E, -(-n_out // 128), -(-n_in // 128))
         return Fp8(values, rng.uniform(0.5, 2.0, blocks).astype(np.float32))
     if form is Mxfp4:
-        values = rng.integers(0, 256, (E, N, K // 2)).astype(np.uint8)
-        return Mxfp4(values, rng.integers(120, 130, (E, N, K // 32)).astype(np.uint8))
-    return jnp.asarray(rng.standard_normal((E, N, K)), form)
+        values = rng.integers(0, 256, (E, n_out, n_in // 2)).astype(np.uint8)
+        return Mxfp4(values, rng.integers(120, 130, (E, n_out, n_in // 32)).astype(np.uint8))
+    return jnp.asarray(rng.standard_normal((E, n_out, n_in)), form)
 
 
 @functools.cache
 def make(case):
     rng = np.random.default_rng(0)
-    w = random_matrices(case.form, rng, case.E, case.N, case.K)
-    x = jnp.asarray(rng.standard_normal((case.M, case.K)), case.dtype)
+    w = random_matrices(case.form, rng, case.E, case.n_out, case.n_in)
+    x = jnp.asarray(rng.standard_normal((case.M, case.n_in)), case.dtype)
     sizes = group_sizes(case)
-    bias = rng.normal(0, 9, (case.E, case.N)).astype(np.float32) if case.bias else None
+    bias = rng.normal(0, 9, (case.E, case.n_out)).astype(np.float32) if case.bias else None
     return (x, w, sizes, bias), oracle(x, w, sizes, bias)
 
 
 def run(inputs, implementation, **options):
     *args, bias = inputs
     product = functools.partial(ragged_dot, implementation=implementation, **options)
-    return jax.jit(lambda *args, bias: product(*args, bias_EN=bias))(*args, bias=bias)
+    return jax.jit(lambda *args, bias: product(*args, bias_EO=bias))(*args, bias=bias)
 
 
 def bound(case):
@@ -153,7 +159,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("implementation", FORMS, ids=str)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_row_meets_the_matrix_of_its_expert_and_the_rest_are_zeros(case, implementation):
     inputs, want = make(case)
@@ -163,7 +170,7 @@ def test_each_row_meets_the_matrix_of_its_expert_and_the_rest_are_zeros(case, im
     assert_close(y, want, rtol=bound(case), what=f"{case} {implementation}")
 
 
-@pytest.mark.parametrize("implementation", FORMS, ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_the_result_has_the_dtype_that_is_asked_for(implementation):
     case = Case(64, 8, 136, 200, form=Int8, dtype=BF16, bias=True)
     inputs, want = make(case)
@@ -176,7 +183,7 @@ def test_the_result_has_the_dtype_that_is_asked_for(implementation):
 E4M3 = np.arange(256).astype(np.uint8).view(jnp.float8_e4m3fn)[[*range(127), *range(128, 255)]]
 
 
-@pytest.mark.parametrize("implementation", FORMS, ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("form", [Fp8, Mxfp4])
 def test_every_number_of_a_small_float_is_itself(form, implementation):
     """Each alone in its row, at each place of a byte; subnormal ones and both zeros too."""
@@ -211,6 +218,7 @@ def fresh_interpreter():
     pltpu.reset_tpu_interpret_mode_state()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", STRICT_CASES, ids=str)
 def test_the_kernel_reads_nothing_unset_or_out_of_bounds_and_does_not_race(
     case, fresh_interpreter, capfd
@@ -258,7 +266,7 @@ def kernel_of(case, jaxpr=None):
     if jaxpr is None:
         x, w, sizes, bias = make(case)[0]
         product = functools.partial(ragged_dot, implementation="tpu")
-        jaxpr = jax.make_jaxpr(product)(x, w, sizes, bias_EN=bias).jaxpr
+        jaxpr = jax.make_jaxpr(product)(x, w, sizes, bias_EO=bias).jaxpr
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
             return eqn
@@ -291,13 +299,13 @@ def test_each_tile_of_an_expert_with_rows_is_fetched_once_and_of_the_others_none
         at = tuple(map(int, at))
         fetched += [at] if at != block else []
         block = at
-    tiles = range(-(-case.N // columns))
+    tiles = range(-(-case.n_out // columns))
     busy = np.flatnonzero(sizes)
     assert fetched == ([(e, n, 0) for n in tiles for e in busy] if len(busy) else [(0, 0, 0)])
     assert len(tiles) > 1
 
 
-# ---- the CPU form
+# ---- the implementation for CPU
 
 
 @pytest.mark.parametrize(
@@ -309,57 +317,60 @@ def test_each_tile_of_an_expert_with_rows_is_fetched_once_and_of_the_others_none
     ],
     ids=str,
 )
-def test_the_blocked_form_reads_the_experts_that_have_rows_alone(case, monkeypatch):
+def test_the_blocked_implementation_reads_the_experts_that_have_rows_alone(case, monkeypatch):
     """Once each, at once or, where they are widened, in blocks of 256 columns of the output, times
     no more rows than fill R."""
-    rows_of, product, read, products = module._rows_of, module._product, [], []
+    part, product, read, products = module._part, module._multiply, [], []
 
-    def watched_rows_of(w, e, at, n, dtype):
+    def watched_part(w, e, at, n, dtype):
         jax.debug.callback(lambda e, at: read.append((int(e), int(at))), e, at, ordered=True)
-        return rows_of(w, e, at, n, dtype)
+        return part(w, e, at, n, dtype)
 
     def watched_product(x, w):
         jax.debug.callback(lambda: products.append(x.shape[0]), ordered=True)
         return product(x, w)
 
-    monkeypatch.setattr(module, "_rows_of", watched_rows_of)
-    monkeypatch.setattr(module, "_product", watched_product)
+    monkeypatch.setattr(module, "_part", watched_part)
+    monkeypatch.setattr(module, "_multiply", watched_product)
     inputs, _ = make(case)
     sizes = inputs[2]
     jax.block_until_ready(run(inputs, "blocked"))
     jax.effects_barrier()
-    starts = range(0, case.N, 256 if case.form is Int8 else case.N)
+    starts = range(0, case.n_out, 256 if case.form is Int8 else case.n_out)
     assert read == [(e, at) for e in range(case.E) if sizes[e] for at in starts]
     R = max(case.M // case.E, 2 if case.dtype == BF16 else 1)
     assert products == [R] * sum(len(starts) * -(-size // R) for size in sizes)
 
 
-def shapes_of(form, E, N, K, sharding=None):
+def shapes_of(form, E, n_out, n_in, sharding=None):
     """w without numbers, its arrays laid out as the kernel reads them if they are placed."""
     sds = functools.partial(jax.ShapeDtypeStruct, sharding=sharding and row_major(sharding))
     if form is Int8:
-        scale = jax.ShapeDtypeStruct((E, N), F32, sharding=sharding)
-        return Int8(sds((E, N, K), jnp.int8), scale)
+        scale = jax.ShapeDtypeStruct((E, n_out), F32, sharding=sharding)
+        return Int8(sds((E, n_out, n_in), jnp.int8), scale)
     if form is Fp8:
-        return Fp8(sds((E, N, K), jnp.float8_e4m3fn), sds((E, -(-N // 128), -(-K // 128)), F32))
+        return Fp8(
+            sds((E, n_out, n_in), jnp.float8_e4m3fn),
+            sds((E, -(-n_out // 128), -(-n_in // 128)), F32),
+        )
     if form is Mxfp4:
-        return Mxfp4(sds((E, N, K // 2), jnp.uint8), sds((E, N, K // 32), jnp.uint8))
-    return sds((E, N, K), form)
+        return Mxfp4(sds((E, n_out, n_in // 2), jnp.uint8), sds((E, n_out, n_in // 32), jnp.uint8))
+    return sds((E, n_out, n_in), form)
 
 
 @pytest.mark.parametrize("form", [F32, BF16, Int8, Fp8, Mxfp4])
-def test_the_compiled_blocked_form_copies_one_matrix_at_most(form):
+def test_the_compiled_blocked_implementation_copies_one_matrix_at_most(form):
     """As it is (float32), or in float32: all of it (bfloat16 with jax 0.10) or a block."""
-    M, E, N, K = 64, 64, 2048, 256
-    args = (shape((M, K), F32), shapes_of(form, E, N, K), shape((E,), jnp.int32))
+    M, E, n_out, n_in = 64, 64, 2048, 256
+    args = (shape((M, n_in), F32), shapes_of(form, E, n_out, n_in), shape((E,), jnp.int32))
     program = jax.jit(functools.partial(ragged_dot, implementation="blocked"))
     compiled = program.lower(*args).compile()
-    activations, matrix = 4 * (2 * M * N + 2 * M * K), 4 * N * K
+    activations, matrix = 4 * (2 * M * n_out + 2 * M * n_in), 4 * n_out * n_in
     temporaries = compiled.memory_analysis().temp_size_in_bytes
-    assert temporaries < activations + matrix < 4 * M * E * K
+    assert temporaries < activations + matrix < 4 * M * E * n_in
     assert form in (F32, BF16) or temporaries < activations + matrix / 2
     # A loop counts once: this is one product, and what widens its block.
-    assert compiled.cost_analysis()["flops"] < 2 * M * N * K
+    assert compiled.cost_analysis()["flops"] < 2 * M * n_out * n_in
 
 
 def shape(dims, dtype, sharding=None):
@@ -369,8 +380,9 @@ def shape(dims, dtype, sharding=None):
 # ---- on a mesh, and its gradient
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", [F32, Int8, Fp8, Mxfp4])
-@pytest.mark.parametrize("implementation", FORMS, ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_experts_and_columns_split_over_eight_devices_give_the_same(implementation, form):
     """Each device turns the rows so that those of its experts come first, and gives zeros to the
     rest. Without a kernel, under the check of replication."""
@@ -379,7 +391,7 @@ def test_experts_and_columns_split_over_eight_devices_give_the_same(implementati
 
     def one_device(x, w, sizes, bias, start):
         mine = jnp.roll(x, -start[0], axis=0)
-        y = ragged_dot(mine, w, sizes, bias_EN=bias, implementation=implementation)
+        y = ragged_dot(mine, w, sizes, bias_EO=bias, implementation=implementation)
         # partial over expert -> replicated
         return jax.lax.psum(jnp.roll(y, start[0], axis=0), "expert")
 
@@ -406,7 +418,7 @@ def test_gradients_of_the_reference_match_differences_of_the_formula(name):
 
     def loss(value):
         a = arrays | {name: value}
-        y = ragged_dot(a["x"], a["w"], sizes, bias_EN=a["bias"], implementation="reference")
+        y = ragged_dot(a["x"], a["w"], sizes, bias_EO=a["bias"], implementation="reference")
         return (y * weight).sum()
 
     gradient = jax.jit(jax.grad(loss))(arrays[name])
@@ -419,7 +431,7 @@ def test_gradients_of_the_reference_match_differences_of_the_formula(name):
 # ---- compiled for TPUs that are not there, at published widths
 
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
-WIDTHS = {  # E, N, K
+WIDTHS = {  # E, n_out, n_in
     "qwen3-30b up": (BF16, 128, 768, 2048),
     "qwen3-30b down": (Int8, 128, 2048, 768),
     "gpt-oss-20b gate and up": (Mxfp4, 32, 5760, 2880),
@@ -430,10 +442,14 @@ WIDTHS = {  # E, N, K
 }
 
 
-def compile_for(chip, form, M, E, N, K, dtype=BF16):
+def compile_for(chip, form, M, E, n_out, n_in, dtype=BF16):
     mesh = Mesh(np.array(devices_of(chip)[:1]), ("x",))
     put = NamedSharding(mesh, P())
-    args = (shape((M, K), dtype, put), shapes_of(form, E, N, K, put), shape((E,), jnp.int32, put))
+    args = (
+        shape((M, n_in), dtype, put),
+        shapes_of(form, E, n_out, n_in, put),
+        shape((E,), jnp.int32, put),
+    )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(ragged_dot).lower(*args).compile()
 
@@ -454,17 +470,18 @@ def weights_written(compiled, w, shards=1):
     return found
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("M", [8, 512])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_kernel_compiles_and_no_weight_is_copied(chip, width, M):
     """On a CPU host, without naming it. What it needs is room for x and y in other layouts."""
-    form, E, N, K = WIDTHS[width]
-    compiled = compile_for(chip, form, M, E, N, K)
+    form, E, n_out, n_in = WIDTHS[width]
+    compiled = compile_for(chip, form, M, E, n_out, n_in)
     kernels = [op for op in operations(compiled) if "tpu_custom_call" in op.rest]
     assert [op.name.split(".")[0] for op in kernels] == ["ragged_dot"]
-    assert compiled.memory_analysis().temp_size_in_bytes < (1 << 20) + 4 * M * (K + N)
-    assert not weights_written(compiled, shapes_of(form, E, N, K))
+    assert compiled.memory_analysis().temp_size_in_bytes < (1 << 20) + 4 * M * (n_in + n_out)
+    assert not weights_written(compiled, shapes_of(form, E, n_out, n_in))
 
 
 def test_with_experts_on_several_chips_no_weight_is_copied_either_if_laid_out_row_by_row():
@@ -506,7 +523,7 @@ def test_weights_that_do_not_fit_the_rows_or_the_groups_are_refused(form):
         assert "need weights of" in refusal(*arguments)
     if form is not F32:
         assert "need weights of" in refusal(x, w._replace(scale=shape((4, 7), F32)), SIZES_4)
-    assert "bias of (4, 136)" in refusal(x, w, SIZES_4, bias_EN=shape((4, 96), F32))
+    assert "bias of (4, 136)" in refusal(x, w, SIZES_4, bias_EO=shape((4, 96), F32))
 
 
 def test_rows_of_4_bit_weights_that_are_no_whole_groups_are_refused():
@@ -520,12 +537,12 @@ def test_an_unknown_implementation_is_refused_with_those_there_are():
 
 
 @pytest.mark.parametrize(
-    "dtype, K, word", [(BF16, 100_000, "100000"), (jnp.float16, 96, "float16")]
+    "dtype, n_in, word", [(BF16, 100_000, "100000"), (jnp.float16, 96, "float16")]
 )
 def test_what_the_kernel_does_not_support_is_refused_by_name_and_else_runs_without_it(
-    dtype, K, word
+    dtype, n_in, word
 ):
-    args = (shape((8, K), dtype), shape((4, 136, K), dtype), SIZES_4)
+    args = (shape((8, n_in), dtype), shape((4, 136, n_in), dtype), SIZES_4)
     assert word in refusal(*args, implementation="tpu")
     supported = shape((8, 96), BF16), shape((4, 136, 96), BF16)
     for arguments, kernels in ((args, False), (supported, True)):

@@ -8,7 +8,7 @@ A key/value head's T * G query rows are padded to the 64 that a tensor core mult
 That is 64 multiplications a byte of bf16 cache, less than half of what Hopper does in the time of
 reading it, so reading stays the cost. A split takes its share of the slot's own blocks of 64
 positions, those that [start, length) touches; no other block is read. An online softmax over them
-leaves an output o, a largest logit m and a total l, which `_merge` joins over the splits in plain
+leaves an output o, a largest logit m and a total, which `_merge` joins over the splits in plain
 jnp. As many splits are made as keep every multiprocessor busy, at batch 1 too.
 
     cache --asynchronous copies--> a ring of blocks in shared memory, a barrier each
@@ -20,11 +20,15 @@ More than 256 value columns (a latent cache: 512) do not fit into the registers 
 Then two warpgroups share each block: each scores half of its positions, they exchange the largest
 logits and the probabilities through shared memory, and each accumulates half of the columns.
 
+Where a row of the cache holds values and keys, q is padded with zeros in front, and multiplied with
+whole rows.
+
 0 * NaN is NaN, so the stale values of a slot's last block are blanked in shared memory. A block may
 reach past the cache: the copy engine writes zeros for what lies outside.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,36 +45,37 @@ from common.kernels.hopper import (
     SHARED,
     WIDE,
     add_product,
-    chunks,
     compiler_params,
     interpreter,
     matrix,
+    passes,
     plgpu,
     product,
     through_ring,
     unsupported_here,
     upcast,
 )
+from common.kernels.shapes import heads_of_rows, rows_by_head, value_width
+from common.kernels.softmax import NEG_INF, merge_parts, normalized, online_softmax
 
 Array = jax.Array
 
 BLOCK = 64  # positions of a cache that are copied, scored and accumulated together
-COLUMNS = 256  # of values that one warpgroup accumulates: 128 of a thread's 255 registers
+MAX_COLUMNS = 256  # of values that one warpgroup accumulates: 128 of a thread's 255 registers
 MAX_STAGES = 4
-NEG_INF = -1e30  # finite: exp(NEG_INF - NEG_INF) must not be NaN
 AXES = ("b", "h", "r", "s", "w")  # of the grid; w counts the warpgroups of a block of threads
 
 
-class Plan(NamedTuple):
+class KernelSizes(NamedTuple):
     """The sizes that the kernel is compiled for."""
 
     T: int  # queries of a slot
     G: int  # query heads of a key/value head
-    H: int  # columns of the keys
+    W: int  # columns of k, the first array of the cache
     Hv: int  # and of the values
-    latent: bool  # the values are columns of the keys
+    widths: tuple[int, ...]  # columns of the arrays that the cache is made of: k, or k and v
+    scales: int  # arrays of scales that it has beside them: 0, 1 or 2
     dtype: Any  # of the cache
-    scaled: bool  # with a scale per token
     warpgroups: int  # of a block of threads
     tile: int  # columns of a tile in shared memory
     row_blocks: int
@@ -78,37 +83,37 @@ class Plan(NamedTuple):
     splits: int
 
     @property
-    def narrow(self) -> bool:
-        return self.dtype in NARROW
-
-    @property
-    def widths(self) -> list[int]:
-        """Columns of the arrays that a cache is made of."""
-        return [self.H] if self.latent else [self.H, self.Hv]
+    def wide_widths(self) -> tuple[int, ...]:
+        """Columns of the bf16 blocks into which the arrays of the cache are upcast."""
+        return self.widths if self.dtype in NARROW else ()
 
 
-def plan_of(q_BTNH: Any, k_BKSH: Any, v_BKSH: Any, k_scale_BKS: Any, v_dim: int | None) -> Plan:
-    """The plan for such arrays, or shapes of arrays.
+def kernel_sizes(
+    q_BTNH: Any, k_BKSH: Any, v_BKSH: Any, k_scale_BKS: Any, v_scale_BKS: Any, v_dim: int | None
+) -> KernelSizes:
+    """The sizes for such arrays, or shapes of arrays.
 
     Two blocks of threads share a multiprocessor where the memory of both fits, and the splits make
     no more of them than are resident at once: 132 to 264, or half of that. Nor do they read less
     than their partial results take to be written and read.
     """
-    B, T, N, H = q_BTNH.shape
-    K, S = k_BKSH.shape[1:3]
-    latent, Hv = v_BKSH is None, int(v_dim or 0) if v_BKSH is None else v_BKSH.shape[-1]
-    scaled, dtype = k_scale_BKS is not None, jnp.dtype(k_BKSH.dtype)
-    R, warpgroups = T * (N // K), 1 if Hv <= COLUMNS else 2
-    width, row_blocks = H if latent else H + Hv, -(-R // ROWS)
-    block = BLOCK * width * dtype.itemsize + 4 * BLOCK * scaled * (2 - latent)
-    fixed = WIDE.itemsize * (ROWS * (H + BLOCK) + BLOCK * width * (dtype in NARROW)) + OVERHEAD
+    (B, T, N, _), (_, K, S, W) = q_BTNH.shape, k_BKSH.shape
+    Hv, dtype = value_width(v_BKSH, v_dim), jnp.dtype(k_BKSH.dtype)
+    widths = (W,) if v_BKSH is None else (W, Hv)
+    scales = len([x for x in (k_scale_BKS, v_scale_BKS) if x is not None])
+    R, warpgroups, width = T * (N // K), 1 if Hv <= MAX_COLUMNS else 2, sum(widths)
+    row_blocks = -(-R // ROWS)
+    block = BLOCK * width * dtype.itemsize + 4 * BLOCK * scales
+    fixed = WIDE.itemsize * ROWS * (W + BLOCK) + 4 * ROWS * warpgroups + OVERHEAD
+    if dtype in NARROW:
+        fixed += WIDE.itemsize * BLOCK * width
     stages = [(SHARED // share - fixed) // block for share in (1, 2)]
     share = 2 if stages[1] >= 2 else 1
     least = -(-2 * 4 * min(R, ROWS) * Hv // block)  # blocks
     splits = min(share * MULTIPROCESSORS // (B * K * row_blocks), -(-S // BLOCK) // least)
-    tile = math.gcd(64, H, Hv, BLOCK // warpgroups)
-    return Plan(
-        *(T, N // K, H, Hv, latent, dtype, scaled, warpgroups, tile, row_blocks),
+    tile = math.gcd(64, W, Hv, BLOCK // warpgroups)
+    return KernelSizes(
+        *(T, N // K, W, Hv, widths, scales, dtype, warpgroups, tile, row_blocks),
         stages=min(stages[share - 1], MAX_STAGES),
         splits=max(splits, 1),
     )
@@ -132,13 +137,14 @@ def unsupported(
         return f"the GPU kernel takes queries of bfloat16, not {q_BTNH.dtype}"
     if len(dtypes) > 1 or jnp.dtype(k_BKSH.dtype) not in (*NARROW, WIDE):
         return f"the GPU kernel takes a bfloat16, int8 or float8_e4m3fn cache, not {dtypes}"
-    if (k_scale_BKS is None) != (v_scale_BKS is None):
+    one_scale = (k_scale_BKS is None) != (v_scale_BKS is None)
+    if one_scale and (v_BKSH is not None or k_scale_BKS is None):
         return "the GPU kernel takes scales of both keys and values, or of neither"
-    widths = [k_BKSH.shape[-1], v_dim or caches[-1].shape[-1]]
-    if any(x % 16 for x in widths) or (widths[1] > COLUMNS and widths[1] % 32):
+    widths = [k_BKSH.shape[-1], value_width(v_BKSH, v_dim)]
+    if any(x % 16 for x in widths) or (widths[1] > MAX_COLUMNS and widths[1] % 32):
         return f"the GPU kernel takes heads of a multiple of 16, not {widths}"
-    plan = plan_of(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_dim)
-    if widths[1] > 2 * COLUMNS or plan.stages < 2:
+    sizes = kernel_sizes(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS, v_dim)
+    if widths[1] > 2 * MAX_COLUMNS or sizes.stages < 2:
         return f"the GPU kernel takes no heads as wide as {widths}: shared memory is too small"
     if k_scale_BKS is not None and S % 4:
         return f"the GPU kernel copies scales of a cache whose capacity divides by 4, not {S}"
@@ -153,7 +159,7 @@ def _blank(v_s: Any, filled: Array) -> None:
 
     @pl.when(filled < BLOCK)
     def _() -> None:
-        for part in chunks(v_s):
+        for part in passes(v_s):
             row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=plgpu.Layout.WGMMA)
             part[...] = jnp.where(row < filled, part[...], jnp.zeros((), WIDE))
 
@@ -175,7 +181,10 @@ def _nothing(columns: int) -> tuple[Array, Array, Array]:
     return m, total, plgpu.layout_cast(o, plgpu.Layout.WGMMA)
 
 
-class Block(NamedTuple):
+Meet = Callable[[], None]
+
+
+class WarpgroupBlock(NamedTuple):
     """A block of positions in shared memory, as one warpgroup sees it."""
 
     k: Any  # bf16 [its positions, H]
@@ -188,61 +197,71 @@ class Block(NamedTuple):
     own_m: Any  # [64] of them
 
 
-def _block(
-    ring: list[Any], wide: list[Any], p_s: Any, m_s: Any, w: Array, meet: Any, plan: Plan
-) -> Block:
+def _warpgroup_block(
+    ring: list[Any], wide: list[Any], p_s: Any, m_s: Any, w: Array, meet: Meet, sizes: KernelSizes
+) -> WarpgroupBlock:
     """What warpgroup w scores and accumulates of a block, upcast by all of them."""
-    cache, scales = ring[: len(plan.widths)], ring[len(plan.widths) :]
-    if plan.narrow:
+    cache, scales = ring[: len(sizes.widths)], ring[len(sizes.widths) :]
+    if wide:
         meet()  # the other one may still read the block before
         for narrow_s, wide_s in zip(cache, wide, strict=True):
-            upcast(narrow_s, wide_s, w, plan.warpgroups)
+            upcast(narrow_s, wide_s, w, sizes.warpgroups)
         plgpu.commit_smem()
         meet()
         cache = wide
     k_s, v_s = cache[0], cache[-1]
-    if plan.warpgroups == 1:
-        v_s = v_s.at[:, pl.ds(0, plan.Hv)]
+    if sizes.warpgroups == 1:
+        v_s = v_s.at[:, pl.ds(0, sizes.Hv)]
         k_scale, v_scale = (scales[0], scales[-1]) if scales else (None, None)
-        return Block(k_s, v_s, k_scale, v_scale, p_s, p_s, None, None)
-    n, columns = BLOCK // plan.warpgroups, plan.Hv // plan.warpgroups
+        return WarpgroupBlock(k_s, v_s, k_scale, v_scale, p_s, p_s, None, None)
+    n, columns = BLOCK // sizes.warpgroups, sizes.Hv // sizes.warpgroups
     positions = pl.ds(pl.multiple_of(w * n, n), n)
     v_s = v_s.at[:, pl.ds(pl.multiple_of(w * columns, columns), columns)]
     scales = [x.at[positions] for x in scales]
     k_scale, v_scale = (scales[0], scales[-1]) if scales else (None, None)
     own_p = p_s.at[:, positions]
-    return Block(k_s.at[positions], v_s, k_scale, v_scale, p_s, own_p, m_s, m_s.at[w])
+    return WarpgroupBlock(k_s.at[positions], v_s, k_scale, v_scale, p_s, own_p, m_s, m_s.at[w])
 
 
-def _update(
-    carry: Any, block: Block, q_s: Any, seen: Any, filled: Array, meet: Any, **options: Any
-):
+def _attend_block(
+    carry: tuple[Array, Array, Array],
+    block: WarpgroupBlock,
+    q_s: Any,
+    seen: Callable[[Any], Array],
+    filled: Array,
+    meet: Meet,
+    *,
+    scale: float,
+    interpret: Any,
+) -> tuple[Array, Array, Array]:
     """Joins a block to the online softmax. `seen` is the mask of a shape [rows, positions];
     `filled` of the 64 positions hold something; `meet` waits for the other warpgroup."""
     m, total, o = carry
-    x = product(q_s, block.k.transpose((1, 0))) * options["scale"]
-    mask = seen(x.shape)
+    scores = product(q_s, block.k.transpose((1, 0))) * scale
+    mask = seen(scores.shape)
     if block.k_scale is not None:
-        x = x * _along(_vector(block.k_scale, 1), 1, x.shape)
-    x = jnp.where(mask, x, NEG_INF)  # whatever stale keys and scales gave
-    m_new = jnp.maximum(m, x.max(axis=1))
-    if block.m is not None:
-        block.own_m[...] = m_new
+        scores = scores * _along(_vector(block.k_scale, 1), 1, scores.shape)
+    scores = jnp.where(mask, scores, NEG_INF)  # whatever stale keys and scales gave
+
+    def agree(m: Array) -> Array:
+        if block.m is None:
+            return m
+        block.own_m[...] = m
         meet()
         for w in range(block.m.shape[0]):
-            m_new = jnp.maximum(m_new, _vector(block.m.at[w], 0))
-    keep = jnp.exp(m - m_new)
-    # Ones while a row has seen nothing: `keep` of its first real logit is 0 and wipes them out.
-    p = jnp.exp(x - _along(m_new, 0, x.shape))
-    total = total * keep + p.sum(axis=1)
+            m = jnp.maximum(m, _vector(block.m.at[w], 0))
+        return m
+
+    spread = partial(_along, axis=0, shape=scores.shape)
+    m, total, keep, p = online_softmax(m, total, scores, spread=spread, agree=agree)
     if block.v_scale is not None:
-        p = jnp.where(mask, p * _along(_vector(block.v_scale, 1), 1, x.shape), 0.0)
+        p = jnp.where(mask, p * _along(_vector(block.v_scale, 1), 1, p.shape), 0.0)
     block.own_p[...] = p.astype(WIDE)
     _blank(block.v, filled)
     plgpu.commit_smem()
     meet()
     o = o * _along(keep, 0, o.shape)
-    return m_new, total, add_product(o, block.p, block.v, options["interpret"])
+    return m, total, add_product(o, block.p, block.v, interpret)
 
 
 def _share(first: Array, end: Array, s: Array, splits: int) -> tuple[Array, Array]:
@@ -252,143 +271,153 @@ def _share(first: Array, end: Array, s: Array, splits: int) -> tuple[Array, Arra
     return mine, jnp.clip(end - mine, 0, each)
 
 
-def _seen(first: Array, last: Array, at: Array, shape: tuple[int, int]) -> Array:
-    """Whether each row, which sees positions [first, last], sees those from `at` on."""
+def _seen(span: tuple[Array, Array], at: Array, shape: tuple[int, int]) -> Array:
+    """Whether each row, whose span of positions is [first, last], sees those from `at` on."""
+    first, last = span
     pos = at + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     return (pos >= _along(first, 0, shape)) & (pos <= _along(last, 0, shape))
 
 
-def _attend(*refs: Any, plan: Plan, q_s: Any, p_s: Any, m_s: Any, barriers: Any, **options: Any):
+def _load(copies: tuple[tuple[Any, Any], ...], barrier: Any, leader: Array) -> None:
+    """The leader copies from main to shared memory, and all wait for it."""
+
+    @pl.when(leader)
+    def _() -> None:
+        for source, target in copies:
+            plgpu.copy_gmem_to_smem(source, target, barrier)
+
+    plgpu.barrier_wait(barrier)
+
+
+def _store(o_s: Any, ml_s: Any, sums: Any, o_g: Any, ml_g: Any, part: Any, w: Array) -> None:
+    """What warpgroup w leaves of one split, through shared memory."""
+    ml_s[w, 0], ml_s[w, 1], o_s[w] = sums
+    plgpu.commit_smem()
+    own = pl.ds(w * o_s.shape[2], o_s.shape[2])
+    rows = o_s.at[w, pl.ds(0, o_g.shape[4])]
+    plgpu.copy_smem_to_gmem(rows, o_g.at[(*part, slice(None), own)])
+    plgpu.copy_smem_to_gmem(ml_s.at[w], ml_g.at[(*part, w)])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _kernel(
+    *refs: Any,
+    sizes: KernelSizes,
+    q_s: Any,
+    p_s: Any,
+    m_s: Any,
+    barriers: dict[str, Any],
+    **options: Any,
+) -> None:
     """One split. In main memory: of each slot the first block, the end of its blocks and of its
     positions [B, 3]; the first and last position that each query row sees [B, row block, 2, 64]; q
-    [B, K, row block, 64, H]; k and v [B, K, S, .], or the keys alone, and their scales [B, K, S].
-    Results: o [B, K, row block, split, rows, Hv], and m and l [..., split, warpgroup, 2, 64]."""
+    [B, K, row block, 64, W]; k and v [B, K, S, .], or k alone, and their scales [B, K, S]. Results:
+    o [B, K, row block, split, rows, Hv], and m and total [..., split, warpgroup, 2, 64]."""
     slots_g, rows_g, q_g, *cache_g, o_g, ml_g = refs
     b, h, r, s, w = (lax.axis_index(a) for a in AXES)
-    leader, columns = w == 0, plan.Hv // plan.warpgroups
-    first, count = _share(slots_g[b, 0], slots_g[b, 1], s, plan.splits)
+    leader, columns = w == 0, sizes.Hv // sizes.warpgroups
+    first, count = _share(slots_g[b, 0], slots_g[b, 1], s, sizes.splits)
+    shared = partial(pl.run_scoped, collective_axes="w")
 
     def meet() -> None:
-        if plan.warpgroups > 1:
+        if sizes.warpgroups > 1:
             plgpu.barrier_arrive(barriers["meet"])
             plgpu.barrier_wait(barriers["meet"])
 
     def begin(rows_s: Any) -> tuple[Array, Array]:
-        @pl.when(leader)
-        def _() -> None:
-            plgpu.copy_gmem_to_smem(q_g.at[b, h, r], q_s, barriers["begin"])
-            plgpu.copy_gmem_to_smem(rows_g.at[b, r], rows_s, barriers["begin"])
-
-        plgpu.barrier_wait(barriers["begin"])
+        copies = (q_g.at[b, h, r], q_s), (rows_g.at[b, r], rows_s)
+        _load(copies, barriers["begin"], leader)
         return _vector(rows_s.at[0], 0), _vector(rows_s.at[1], 0)
 
     def walk(ring: list[Any], wide: list[Any]) -> Any:
-        def copy(i: Array, slot: Array) -> None:
+        def copy(i: Array, place: Array) -> None:
             block = pl.ds((first + i) * BLOCK, BLOCK)
             for source, target in zip(cache_g, ring, strict=True):
-                full = barriers["full"].at[slot]
-                plgpu.copy_gmem_to_smem(source.at[b, h, block], target.at[slot], full)
+                full = barriers["full"].at[place]
+                plgpu.copy_gmem_to_smem(source.at[b, h, block], target.at[place], full)
 
-        def step(i: Array, slot: Array, carry: Any) -> Any:
+        def step(i: Array, place: Array, carry: Any) -> Any:
             at = (first + i) * BLOCK
-            block = _block([x.at[slot] for x in ring], wide, p_s, m_s, w, meet, plan)
-            seen = partial(_seen, first_row, last_row, at + w * (BLOCK // plan.warpgroups))
-            return _update(carry, block, q_s, seen, slots_g[b, 2] - at, meet, **options)
+            in_ring = [x.at[place] for x in ring]
+            block = _warpgroup_block(in_ring, wide, p_s, m_s, w, meet, sizes)
+            seen = partial(_seen, span_by_row, at + w * (BLOCK // sizes.warpgroups))
+            return _attend_block(carry, block, q_s, seen, slots_g[b, 2] - at, meet, **options)
 
         ring_of = dict(full=barriers["full"], free=barriers["free"])
-        return through_ring(_nothing(columns), count, plan.stages, leader, copy, step, **ring_of)
+        return through_ring(_nothing(columns), count, sizes.stages, leader, copy, step, **ring_of)
 
-    def write(o_s: Any, ml_s: Any) -> None:
-        o_s[w], ml_s[w, 0], ml_s[w, 1] = o, m, total
-        plgpu.commit_smem()
-        part, own = (b, h, r, s), pl.ds(w * columns, columns)
-        plgpu.copy_smem_to_gmem(
-            o_s.at[w, pl.ds(0, o_g.shape[4])], o_g.at[(*part, slice(None), own)]
-        )
-        plgpu.copy_smem_to_gmem(ml_s.at[w], ml_g.at[(*part, w)])
-        plgpu.wait_smem_to_gmem(0)
-
-    shared = partial(pl.run_scoped, collective_axes="w")
-    first_row, last_row = shared(begin, plgpu.SMEM((2, ROWS), jnp.int32))
+    span_by_row = shared(begin, plgpu.SMEM((2, ROWS), jnp.int32))
     plgpu.commit_smem()
     meet()  # each takes the place of the one before in shared memory
-    m, total, o = shared(walk, *_ring(plan))
+    sums = shared(walk, *_ring(sizes))
     plgpu.commit_smem()
     meet()
     f32 = partial(plgpu.SMEM, dtype=jnp.float32)
-    shared(write, f32((plan.warpgroups, ROWS, columns)), f32((plan.warpgroups, 2, ROWS)))
+    store = partial(_store, sums=sums, o_g=o_g, ml_g=ml_g, part=(b, h, r, s), w=w)
+    shared(store, f32((sizes.warpgroups, ROWS, columns)), f32((sizes.warpgroups, 2, ROWS)))
 
 
 # ---- around it
 
 
-def _ring(plan: Plan) -> tuple[list[Any], list[Any]]:
+def _ring(sizes: KernelSizes) -> tuple[list[Any], list[Any]]:
     """The ring of blocks of each array of a cache, and what they are upcast into."""
-    rows, scales = (plan.stages, BLOCK), plan.widths * plan.scaled
-    tiles = [math.gcd(64, x) if plan.narrow else plan.tile for x in plan.widths]
-    tiled = zip(plan.widths, tiles, strict=True)
-    ring = [matrix(rows, x, plan.dtype, tile) for x, tile in tiled]
-    ring += [plgpu.SMEM(rows, jnp.float32) for _ in scales]
-    return ring, [matrix((BLOCK,), x, WIDE, plan.tile) for x in plan.widths * plan.narrow]
+    rows, narrow = (sizes.stages, BLOCK), sizes.dtype in NARROW
+    tiles = [math.gcd(64, x) if narrow else sizes.tile for x in sizes.widths]
+    tiled = zip(sizes.widths, tiles, strict=True)
+    ring = [matrix(rows, x, sizes.dtype, tile) for x, tile in tiled]
+    ring += [plgpu.SMEM(rows, jnp.float32) for _ in range(sizes.scales)]
+    return ring, [matrix((BLOCK,), x, WIDE, sizes.tile) for x in sizes.wide_widths]
 
 
-def _scratch(plan: Plan) -> dict[str, Any]:
-    copies, n = len(plan.widths) * (1 + plan.scaled), plan.warpgroups
+def _scratch(sizes: KernelSizes) -> dict[str, Any]:
+    copies, n = len(sizes.widths) + sizes.scales, sizes.warpgroups
     barriers = dict(
         begin=plgpu.Barrier(num_arrivals=2),
-        full=plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages),
-        free=plgpu.Barrier(num_arrivals=n, num_barriers=plan.stages),
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.stages),
+        free=plgpu.Barrier(num_arrivals=n, num_barriers=sizes.stages),
         meet=plgpu.Barrier(num_arrivals=n),
     )
     return dict(
-        q_s=matrix((ROWS,), plan.H, WIDE, plan.tile),
-        p_s=matrix((ROWS,), BLOCK, WIDE, plan.tile),
+        q_s=matrix((ROWS,), sizes.W, WIDE, sizes.tile),
+        p_s=matrix((ROWS,), BLOCK, WIDE, sizes.tile),
         m_s=plgpu.SMEM((n, ROWS), jnp.float32),
         barriers=barriers,
     )
 
 
-def _merge(o: Array, ml: Array, sinks_N: Array | None, plan: Plan) -> tuple[Array, Array]:
+def _merge(o: Array, ml: Array, sinks_N: Array | None, sizes: KernelSizes) -> tuple[Array, Array]:
     """The softmax over all splits: o [B, T, N, Hv] and log-sum-exp [B, T, N] in float32."""
     B, K, _, splits = o.shape[:4]
-    R = plan.T * plan.G
 
-    def rows(x: Array) -> Array:  # [B, K, row block, split, rows, ...] -> [split, B, K, R, ...]
-        return jnp.moveaxis(x, 3, 0).reshape(splits, B, K, -1, *x.shape[5:])[:, :, :, :R]
+    def heads(x: Array) -> Array:  # [B, K, row block, split, rows, X] -> [split, B, T, N, X]
+        x = jnp.moveaxis(x, 3, 0).reshape(splits * B, K, -1, x.shape[5])
+        x = heads_of_rows(x[:, :, : sizes.T * sizes.G], sizes.T)
+        return x.reshape(splits, B, *x.shape[1:])
 
-    m, totals = ml[..., 0, 0, : o.shape[4]], ml[..., 1, :].sum(4)[..., : o.shape[4]]
-    o, m, totals = rows(o), rows(m), rows(totals)
-    top = m.max(0)
+    m, total = ml[..., 0, 0, : o.shape[4]], ml[..., 1, :].sum(4)[..., : o.shape[4]]
+    o, lse = normalized(heads(m[..., None]), heads(total[..., None]), heads(o))
+    o, lse = merge_parts(o, lse[..., 0])
     if sinks_N is not None:
-        sinks_KR = jnp.tile(sinks_N.astype(jnp.float32).reshape(K, plan.G), (1, plan.T))
-        top = jnp.maximum(top, sinks_KR)
-    weight = jnp.exp(m - top)
-    total = (weight * totals).sum(0)
-    if sinks_N is not None:  # a logit that has no value
-        total = total + jnp.exp(sinks_KR - top)
-    some = top > NEG_INF
-    lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
-    o = jnp.where(some[..., None], (weight[..., None] * o).sum(0) / total[..., None], 0)
-
-    def heads(x: Array) -> Array:  # [B, K, T * G, X] -> [B, T, N, X]
-        x = x.reshape(B, K, plan.T, plan.G, -1).swapaxes(1, 2)
-        return x.reshape(B, plan.T, K * plan.G, -1)
-
-    return heads(o), heads(lse)[..., 0]
+        sinks = jnp.broadcast_to(sinks_N.astype(jnp.float32), lse.shape)
+        o, lse = merge_parts(jnp.stack([o, jnp.zeros_like(o)]), jnp.stack([lse, sinks]))
+    return o, lse
 
 
-def _operands(q_BTNH: Array, lengths_B: Array, starts_BT: Array, K: int, S: int, plan: Plan) -> Any:
-    """What the kernel reads beside the cache, see `_attend`."""
+def _operands(
+    q_BTNH: Array, lengths_B: Array, starts_BT: Array, K: int, S: int, sizes: KernelSizes
+) -> tuple[Array, Array, Array]:
+    """What the kernel reads beside the cache, see `_kernel`."""
     B, T, _, H = q_BTNH.shape
-    blocks, pad = plan.row_blocks, plan.row_blocks * ROWS - T * plan.G
+    blocks, pad = sizes.row_blocks, sizes.row_blocks * ROWS - T * sizes.G
     filled_B, first_BT = jnp.minimum(lengths_B, S), jnp.maximum(starts_BT, 0)
     last_BT = jnp.minimum(lengths_B[:, None] - T + jnp.arange(T), filled_B[:, None] - 1)
     slots = [first_BT.min(1) // BLOCK, -(-filled_B // BLOCK), filled_B]
-    rows_B2R = jnp.stack([first_BT, last_BT], 1).repeat(plan.G, axis=2)
+    rows_B2R = jnp.stack([first_BT, last_BT], 1).repeat(sizes.G, axis=2)
     rows_B2R = jnp.pad(rows_B2R, ((0, 0), (0, 0), (0, pad)))
     rows = rows_B2R.reshape(B, 2, blocks, ROWS).swapaxes(1, 2)
-    q = q_BTNH.reshape(B, T, K, plan.G, H).swapaxes(1, 2).reshape(B, K, T * plan.G, H)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0))).reshape(B, K, blocks, ROWS, H)
+    q = jnp.pad(rows_by_head(q_BTNH, K), ((0, 0), (0, 0), (0, pad), (sizes.W - H, 0)))
+    q = q.reshape(B, K, blocks, ROWS, sizes.W)
     return jnp.stack(slots, 1).astype(jnp.int32), rows.astype(jnp.int32), q
 
 
@@ -398,24 +427,20 @@ def decode_attention_gpu(
     v_BKSH: Array | None,
     lengths_B: Array,
     starts_BT: Array,
-    *,
-    scale: float,
     k_scale_BKS: Array | None = None,
     v_scale_BKS: Array | None = None,
     sinks_N: Array | None = None,
+    *,
+    scale: float,
     v_dim: int | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
     """`attention_reference` of few queries, on a Hopper GPU: o [B, T, N, Hv] in q's dtype, and
     log-sum-exp [B, T, N] in float32.
 
-    Args:
-      q_BTNH: bf16.
-      k_BKSH, v_BKSH: bf16, int8 or fp8 e4m3; v_BKSH is None where the values are the first `v_dim`
-        columns of the keys.
-      lengths_B, starts_BT: int32.
-      k_scale_BKS, v_scale_BKS: float32, both or neither; those of a latent cache are the same.
-      interpret: whether to run it on the CPU, or InterpretGPUParams that say how.
+    Takes q in bf16, a cache in bf16, int8 or fp8 e4m3, and scales of both keys and values or of
+    neither; of shared rows also one for both. `interpret` says whether to run it on the CPU, or is
+    InterpretGPUParams that say how.
 
     Raises ValueError for what `unsupported` names. The reads are those of the filled and visible
     blocks, once per 64 query rows of a head.
@@ -423,27 +448,26 @@ def decode_attention_gpu(
     reason = unsupported(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS, v_dim)
     if reason is not None:
         raise ValueError(reason)
-    plan = plan_of(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_dim)
+    sizes = kernel_sizes(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS, v_dim)
     interpret = interpreter(interpret)
     B, K, S = k_BKSH.shape[:3]
-    cache = [k_BKSH, k_scale_BKS] if plan.latent else [k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS]
-    cache = [x for x in cache if x is not None]
-    parts = (B, K, plan.row_blocks, plan.splits)
-    rows = min(plan.T * plan.G, ROWS)
+    cache = [x for x in (k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS) if x is not None]
+    parts = (B, K, sizes.row_blocks, sizes.splits)
+    rows = min(sizes.T * sizes.G, ROWS)
     o, ml = plgpu.kernel(
-        partial(_attend, plan=plan, scale=scale, interpret=interpret),
+        partial(_kernel, sizes=sizes, scale=scale, interpret=interpret),
         out_type=[
-            jax.ShapeDtypeStruct((*parts, rows, plan.Hv), jnp.float32),
-            jax.ShapeDtypeStruct((*parts, plan.warpgroups, 2, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, rows, sizes.Hv), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, sizes.warpgroups, 2, ROWS), jnp.float32),
         ],
         grid=parts,
         grid_names=AXES[:4],
-        num_threads=plan.warpgroups,
+        num_threads=sizes.warpgroups,
         thread_name=AXES[4],
-        scratch_types=_scratch(plan),
+        scratch_types=_scratch(sizes),
         compiler_params=compiler_params(),
         interpret=interpret,
         kernel_name="decode_attention_gpu",
-    )(*_operands(q_BTNH, lengths_B, starts_BT, K, S, plan), *cache)
-    o, lse = _merge(o, ml, sinks_N, plan)
+    )(*_operands(q_BTNH, lengths_B, starts_BT, K, S, sizes), *cache)
+    o, lse = _merge(o, ml, sinks_N, sizes)
     return o.astype(q_BTNH.dtype), lse

@@ -1,4 +1,4 @@
-"""Which form of a kernel runs."""
+"""Which implementation of a kernel runs."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -6,37 +6,42 @@ from typing import Any, NamedTuple
 
 from jax import lax
 
+# Which implementation of the kernels: "reference", "blocked", "tpu" or "gpu"; None for that of the
+# platform.
+Impl = str | None
+# Those in which shard_map can check what is replicated: no Pallas call passes its check.
+KERNEL_FREE = ("reference", "blocked")
+
 
 class Kernel(NamedTuple):
-    """A form that is made for one platform."""
+    """An implementation that is made for one platform."""
 
     platform: str  # of the lowering: "tpu" or "cuda"
-    run: Callable[..., Any]  # takes interpret=True to run anywhere
+    call: Callable[..., Any]  # takes interpret=True to run anywhere
     refusal: str | None  # why it does not take these arrays, in a sentence
 
 
-def dispatch(
-    implementation: str | None,
-    args: tuple[Any, ...],
+def choose(
+    implementation: Impl,
     plain: Mapping[str, Callable[..., Any]],
     kernels: Mapping[str, Kernel],
-) -> Any:
-    """The form of that name, on these arguments; or None to choose when the program is lowered: the
-    kernel of the platform if it takes them, else "blocked".
+) -> Callable[..., Any]:
+    """The implementation of that name, to be called with the arrays; for None, the platform's
+    kernel if it takes them, else "blocked", which is settled when the program is lowered.
 
-    A kernel that is named runs interpreted on other platforms. ValueError for one that refuses, and
+    A kernel that is named is interpreted on other platforms. ValueError for one that refuses, and
     for an unknown name.
     """
     if implementation is None:
-        taken = {k.platform: k.run for k in kernels.values() if k.refusal is None}
-        return lax.platform_dependent(*args, **taken, default=plain["blocked"])
+        taken = {k.platform: k.call for k in kernels.values() if k.refusal is None}
+        return partial(lax.platform_dependent, **taken, default=plain["blocked"])
     if implementation in plain:
-        return plain[implementation](*args)
+        return plain[implementation]
     if implementation not in kernels:
         names = ", ".join(map(repr, (*plain, *kernels)))
         raise ValueError(f"unknown implementation {implementation!r}: use {names} or None")
     kernel = kernels[implementation]
     if kernel.refusal is not None:
         raise ValueError(kernel.refusal)
-    native, interpreted = {kernel.platform: kernel.run}, partial(kernel.run, interpret=True)
-    return lax.platform_dependent(*args, **native, default=interpreted)
+    native, interpreted = {kernel.platform: kernel.call}, partial(kernel.call, interpret=True)
+    return partial(lax.platform_dependent, **native, default=interpreted)

@@ -1,6 +1,9 @@
 """What the GPU kernels share: products of bf16 in shared memory, the ring of blocks that copies
 fill ahead, and when there is a GPU kernel at all."""
 
+import contextlib
+import importlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,15 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-try:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-except ImportError:  # JAX 0.10 needs absl-py for it, and does not install it
-    plgpu = None  # type: ignore[assignment]
+plgpu: Any = None  # its types differ from one JAX to the next
+with contextlib.suppress(ImportError):  # JAX 0.10 needs absl-py for it, and does not install it
+    plgpu = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
 Array = jax.Array
 
 ROWS = 64  # what one tensor core instruction of a warpgroup multiplies
-CHUNK = 64  # columns that are changed at a time on their way through registers
+PASS = 64  # columns that go through registers at a time
 MULTIPROCESSORS = 132  # of an H100 and an H200
 SHARED = 233472  # bytes of shared memory of a multiprocessor
 OVERHEAD = 1024 + 2048  # of it, a block of threads': the system's; barriers, reductions, alignment
@@ -63,33 +65,33 @@ def product(a_s: Any, b_s: Any) -> Array:
 
 
 def add_product(acc: Array, a_s: Any, b_s: Any, interpret: Any) -> Array:
-    """acc + a b. The compiled form adds in place, without which 256 columns do not fit into the
+    """acc + a b. Compiled, it adds in place, without which 256 columns do not fit into the
     registers; the interpreter knows no accumulator that begins with a value."""
     if interpret:
         return acc + product(a_s, b_s)
     return pl.run_state(lambda ref: plgpu.wgmma(ref, a_s, b_s))(plgpu.ACC.init(acc))
 
 
-def chunks(x_s: Any) -> list[Any]:
-    """The columns of a matrix in shared memory, a few at a time."""
+def passes(x_s: Any) -> list[Any]:
+    """The columns of a matrix in shared memory, as many at a time as go through registers."""
     columns = x_s.shape[1]
-    return [x_s.at[:, pl.ds(i, min(CHUNK, columns - i))] for i in range(0, columns, CHUNK)]
+    return [x_s.at[:, pl.ds(i, min(PASS, columns - i))] for i in range(0, columns, PASS)]
 
 
 def upcast(narrow_s: Any, wide_s: Any, w: Array | int = 0, warpgroups: int = 1) -> None:
     """Warpgroup w's share of a block [64, X] of int8 or fp8 -> bf16."""
 
-    def run(source: Any, target: Any) -> None:
+    def widen(source: Any, target: Any) -> None:
         x = source[...]
         if x.dtype != jnp.int8:  # fp8 has no conversion of its own to bf16
             x = x.astype(jnp.float32)
         target[...] = x.astype(WIDE)
 
-    for i, pair in enumerate(zip(chunks(narrow_s), chunks(wide_s), strict=True)):
+    for i, pair in enumerate(zip(passes(narrow_s), passes(wide_s), strict=True)):
         if warpgroups == 1:
-            run(*pair)
+            widen(*pair)
         else:
-            pl.when(w == i % warpgroups)(partial(run, *pair))
+            pl.when(w == i % warpgroups)(partial(widen, *pair))
 
 
 def through_ring(
@@ -97,14 +99,15 @@ def through_ring(
     count: Array,
     stages: int,
     leader: Array | bool,
-    copy: Any,
-    step: Any,
+    copy: Callable[[Array, Array], None],
+    step: Callable[[Array, Array, Any], Any],
     *,
     full: Any,
     free: Any,
 ) -> Any:
-    """step(i, slot, carry) for the `count` blocks that copy(i, slot) brings, up to `stages` at a
-    time, in order. The `leader` copies; every warpgroup takes the steps."""
+    """step(i, place, carry) for the `count` blocks that copy(i, place) brings into a place of the
+    ring, in order and up to `stages` at a time. The `leader` copies; every warpgroup takes the
+    steps."""
 
     @pl.when(leader)
     def _() -> None:
@@ -113,7 +116,7 @@ def through_ring(
             copy(i, i)
 
     def body(i: Array, carry: Any) -> Any:
-        slot, left = lax.rem(i, stages), lax.rem(i + stages - 1, stages)
+        place, left = lax.rem(i, stages), lax.rem(i + stages - 1, stages)
         refill = i + stages - 1
 
         @pl.when(leader & (i > 0) & (refill < count))  # the place that the last step left
@@ -121,12 +124,12 @@ def through_ring(
             plgpu.barrier_wait(free.at[left])
             copy(refill, left)
 
-        plgpu.barrier_wait(full.at[slot])
-        carry = step(i, slot, carry)
+        plgpu.barrier_wait(full.at[place])
+        carry = step(i, place, carry)
 
         @pl.when(i + stages < count)  # every arrival is waited for
         def _() -> None:
-            plgpu.barrier_arrive(free.at[slot])
+            plgpu.barrier_arrive(free.at[place])
 
         return carry
 

@@ -4,8 +4,10 @@
     of the groups before it. Rows after the last group, which belong to experts on another device,
     give zeros.
 
-Few rows are bound by reading the matrices of the experts that have some, and no form but the
-reference reads those of an expert that has none. XLA's own ragged dot multiplies every row with
+Letters: M rows, E experts, I the columns of x and O those of y; so a matrix is [O, I].
+
+Few rows are bound by reading the matrices of the experts that have some, and no implementation but
+the reference reads those of an expert that has none. XLA's own ragged dot multiplies every row with
 every expert, on each platform that this was compiled for.
 """
 
@@ -18,47 +20,48 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
-from common.kernels.dispatch import Kernel, dispatch
+from common.kernels.dispatch import Kernel, choose
 from common.kernels.ragged_dot_gpu import ragged_dot_gpu
 from common.kernels.ragged_dot_gpu import unsupported as gpu_refuses
 from common.kernels.ragged_dot_tpu import ragged_dot_tpu
 from common.kernels.ragged_dot_tpu import unsupported as tpu_refuses
-from common.kernels.reference import vary_like
 from common.quant import (
     FP8_BLOCK,
     MXFP4_GROUP,
     Fp8,
     Int8,
+    Matrix,
     Mxfp4,
     dequantize_fp8,
     dequantize_mxfp4,
     is_stored,
 )
+from common.sharding import vary_like
 
 Array = jax.Array
 
-COLUMNS = 256  # of the output at a time where weights are widened: of that part there is a copy
-MAX_ROWS = 128  # at a time, and no more than an expert's share of all rows
+WIDENED_OUT = 256  # rows of a matrix at a time where weights are widened: of these there is a copy
+MAX_GROUP_ROWS = 128  # rows of x at a time, and no more than an expert's share of all
 
 
 def ragged_dot(
-    x_MK: Array,
-    w_ENK: Any,
+    x_MI: Array,
+    w_EOI: Matrix,
     group_sizes_E: Array,
     *,
-    bias_EN: Array | None = None,
+    bias_EO: Array | None = None,
     out_dtype: Any = None,
     implementation: str | None = None,
 ) -> Array:
     """Each row of x times the transpose of its expert's matrix [out, in], accumulated in float32.
 
     Args:
-      x_MK: rows sorted by expert, f32 or bf16.
-      w_ENK: one matrix [N, K] per expert: an f32 or bf16 array, or Int8(values [E, N, K], scale [E,
-        N] or [E, 1, N]), Fp8 or Mxfp4. Those are upcast part by part, in on-chip memory: no wide
+      x_MI: rows sorted by expert, f32 or bf16.
+      w_EOI: one matrix [O, I] per expert: an f32 or bf16 array, or Int8(values [E, O, I], scale [E,
+        O] or [E, 1, O]), Fp8 or Mxfp4. Those are upcast part by part, in on-chip memory: no wide
         copy is made.
       group_sizes_E: int32, rows of each expert; may be 0, and may sum to less than M.
-      bias_EN: added to the rows of each expert.
+      bias_EO: added to the rows of each expert.
       out_dtype: of the result; that of x unless given.
       implementation: "reference", which alone has a gradient; "blocked", plain jnp that does the
         work of the groups alone; "tpu" (all but rows too long for on-chip memory) and "gpu"
@@ -69,90 +72,100 @@ def ragged_dot(
     On TPU, XLA lays out an array whose last dimension is not a multiple of 128 as it likes, and
     copies all of it for the kernel: have such weights placed as `row_major` says.
 
-    Returns [M, N].
+    Returns [M, O].
     """
-    if isinstance(w_ENK, Int8) and w_ENK.scale.shape[1:-1] == (1,):  # a part of a split stack
-        w_ENK = w_ENK._replace(scale=w_ENK.scale[:, 0])
-    _check(x_MK, w_ENK, group_sizes_E, bias_EN)
-    dtype = out_dtype or x_MK.dtype
-    args = (x_MK, w_ENK, group_sizes_E, bias_EN)
-    plain = {name: partial(f, out_dtype=dtype) for name, f in FORMS.items()}
+    if isinstance(w_EOI, Int8) and w_EOI.scale.shape[1:-1] == (1,):  # a part of a split stack
+        w_EOI = w_EOI._replace(scale=w_EOI.scale[:, 0])
+    _check(x_MI, w_EOI, group_sizes_E, bias_EO)
+    dtype = out_dtype or x_MI.dtype
+    named = dict(reference=_reference, blocked=_blocked)
+    plain = {name: partial(f, out_dtype=dtype) for name, f in named.items()}
     on_tpu, on_gpu = (partial(f, out_dtype=dtype) for f in (ragged_dot_tpu, ragged_dot_gpu))
     kernels = dict(
-        tpu=Kernel("tpu", on_tpu, tpu_refuses(x_MK, w_ENK)),
-        gpu=Kernel("cuda", on_gpu, gpu_refuses(x_MK, w_ENK)),
+        tpu=Kernel("tpu", on_tpu, tpu_refuses(x_MI, w_EOI)),
+        gpu=Kernel("cuda", on_gpu, gpu_refuses(x_MI, w_EOI)),
     )
-    return dispatch(implementation, args, plain, kernels)
+    y_MO: Array = choose(implementation, plain, kernels)(x_MI, w_EOI, group_sizes_E, bias_EO)
+    return y_MO
 
 
 def row_major(sharding: Sharding, axes: int = 3) -> Format:
-    """Where to put the arrays of w_ENK, and how: row by row, as the TPU kernel reads them."""
+    """Where to put the arrays of w_EOI, and how: row by row, as the TPU kernel reads them."""
     return Format(Layout(tuple(range(axes))), sharding)
 
 
-def _check(x_MK: Array, w_ENK: Any, group_sizes_E: Array, bias_EN: Array | None) -> None:
-    (M, K), E = x_MK.shape, group_sizes_E.shape[0]
-    N = jax.tree.leaves(w_ENK)[0].shape[1]
-    if isinstance(w_ENK, Mxfp4) and K % MXFP4_GROUP:
-        raise ValueError(f"rows of {K} are not whole groups of {MXFP4_GROUP} 4-bit weights")
-    blocks = (E, -(-N // FP8_BLOCK), -(-K // FP8_BLOCK))
-    matrix = (E, N, K)
-    want: Any = matrix
-    if isinstance(w_ENK, Int8):
-        want = Int8(matrix, (E, N))
-    elif isinstance(w_ENK, Fp8):
-        want = Fp8(matrix, blocks)
-    elif isinstance(w_ENK, Mxfp4):
-        want = Mxfp4((E, N, K // 2), (E, N, K // MXFP4_GROUP))
-    got = jax.tree.map(lambda a: a.shape, w_ENK)
+def _check(x_MI: Array, w_EOI: Matrix, group_sizes_E: Array, bias_EO: Array | None) -> None:
+    (M, n_in), E, n_out = x_MI.shape, group_sizes_E.shape[0], _rows_of_matrix(w_EOI)
+    if isinstance(w_EOI, Mxfp4) and n_in % MXFP4_GROUP:
+        raise ValueError(f"rows of {n_in} are not whole groups of {MXFP4_GROUP} 4-bit weights")
+    want: list[tuple[int, ...]] = [(E, n_out, n_in)]
+    if isinstance(w_EOI, Int8):
+        want += [(E, n_out)]
+    elif isinstance(w_EOI, Fp8):
+        want += [(E, -(-n_out // FP8_BLOCK), -(-n_in // FP8_BLOCK))]
+    elif isinstance(w_EOI, Mxfp4):
+        want = [(E, n_out, n_in // 2), (E, n_out, n_in // MXFP4_GROUP)]
+    got = [a.shape for a in jax.tree.leaves(w_EOI)]
     if got != want:
-        raise ValueError(f"{M} rows of {K} and {E} groups need weights of {want}, not of {got}")
-    if bias_EN is not None and bias_EN.shape != (E, N):
-        raise ValueError(f"{E} matrices of {N} rows need a bias of {(E, N)}, not {bias_EN.shape}")
+        raise ValueError(f"{M} rows of {n_in} and {E} groups need weights of {want}, not of {got}")
+    if bias_EO is not None and bias_EO.shape != (E, n_out):
+        raise ValueError(
+            f"{E} matrices of {n_out} rows need a bias of {(E, n_out)}, not {bias_EO.shape}"
+        )
+
+
+def _rows_of_matrix(w_EOI: Matrix) -> int:
+    """O, however w is stored."""
+    return int(jax.tree.leaves(w_EOI)[0].shape[1])
 
 
 # ---- reference
 
 
 def _dense(w: Any) -> Array:
-    """One expert's matrix [N, K], or some rows of it, in float32."""
+    """One expert's matrix [O, I], or some rows of it, in float32."""
     if isinstance(w, Int8):
-        return w.values.astype(jnp.float32) * w.scale[:, None]
+        values: Array = w.values.astype(jnp.float32) * w.scale[:, None]
+        return values
     if isinstance(w, Fp8):
         return dequantize_fp8(w)
     if isinstance(w, Mxfp4):
         return dequantize_mxfp4(w)
-    return w.astype(jnp.float32)
+    dense: Array = w.astype(jnp.float32)
+    return dense
 
 
-def _dot(x_MK: Array, w_NK: Array) -> Array:
-    return jnp.einsum("mk,nk->mn", x_MK.astype(jnp.float32), w_NK, precision="highest")
+def _multiply_in_float32(x_MI: Array, w_OI: Array) -> Array:
+    return jnp.einsum("mi,oi->mo", x_MI.astype(jnp.float32), w_OI, precision="highest")
 
 
-def _reference(x_MK, w_ENK, group_sizes_E, bias_EN, *, out_dtype):
+def _reference(
+    x_MI: Array,
+    w_EOI: Matrix,
+    group_sizes_E: Array,
+    bias_EO: Array | None,
+    *,
+    out_dtype: Any,
+) -> Array:
     """Every row times every expert, of which it keeps its own."""
     ends_E = jnp.cumsum(group_sizes_E)
-    m = jnp.arange(x_MK.shape[0])[:, None]
+    m = jnp.arange(x_MI.shape[0])[:, None]
 
-    def one(y_MN: Array, expert: Any) -> tuple[Array, None]:
-        w_NK, bias_N, start, end = expert
-        product = _dot(x_MK, _dense(w_NK)) + (0 if bias_N is None else bias_N)
-        return jnp.where((m >= start) & (m < end), product, y_MN), None
+    def one(y_MO: Array, expert: Any) -> tuple[Array, None]:
+        w_OI, bias_O, start, end = expert
+        y = _multiply_in_float32(x_MI, _dense(w_OI)) + (0 if bias_O is None else bias_O)
+        return jnp.where((m >= start) & (m < end), y, y_MO), None
 
-    experts = (w_ENK, bias_EN, ends_E - group_sizes_E, ends_E)
-    y_MN = jnp.zeros((len(x_MK), _columns(w_ENK)))
-    y_MN = vary_like(y_MN, x_MK, *jax.tree.leaves(experts))
-    return lax.scan(one, y_MN, experts)[0].astype(out_dtype)
-
-
-def _columns(w_ENK: Any) -> int:
-    return jax.tree.leaves(w_ENK)[0].shape[1]
+    experts = (w_EOI, bias_EO, ends_E - group_sizes_E, ends_E)
+    y_MO = jnp.zeros((len(x_MI), _rows_of_matrix(w_EOI)))
+    y_MO = vary_like(y_MO, x_MI, *jax.tree.leaves(experts))
+    return lax.scan(one, y_MO, experts)[0].astype(out_dtype)
 
 
 # ---- plain jnp
 
 
-def _rows_of(w: Any, e: Array, at: Array | int, n: int, dtype: Any) -> tuple[Array, Any]:
+def _part(w_EOI: Matrix, e: Array, at: Array | int, n: int, dtype: Any) -> tuple[Array, Any]:
     """Rows at .. at + n of expert e's matrix, and what multiplies the products with them; `at` is a
     multiple of FP8_BLOCK. In `dtype`, that of the rows of x, where that loses nothing, else in
     float32."""
@@ -162,21 +175,21 @@ def _rows_of(w: Any, e: Array, at: Array | int, n: int, dtype: Any) -> tuple[Arr
         # two it widens one expert's matrix, at worst.
         return lax.dynamic_slice_in_dim(lax.dynamic_index_in_dim(a, e, keepdims=False), at, n)
 
-    if isinstance(w, Fp8):
-        scale = cut(w.scale, at // FP8_BLOCK, -(-n // FP8_BLOCK))
-        return dequantize_fp8(Fp8(cut(w.values, at, n), scale)), 1.0
-    part = jax.tree.map(lambda a: cut(a, at, n), w)
-    if isinstance(w, Int8):
+    if isinstance(w_EOI, Fp8):
+        scale = cut(w_EOI.scale, at // FP8_BLOCK, -(-n // FP8_BLOCK))
+        return dequantize_fp8(Fp8(cut(w_EOI.values, at, n), scale)), 1.0
+    part: Any = jax.tree.map(lambda a: cut(a, at, n), w_EOI)
+    if isinstance(w_EOI, Int8):
         return part.values.astype(dtype), part.scale
-    if isinstance(w, Mxfp4):
+    if isinstance(w_EOI, Mxfp4):
         return dequantize_mxfp4(part).astype(dtype), 1.0
-    return part.astype(jnp.promote_types(dtype, w.dtype)), 1.0
+    return part.astype(jnp.promote_types(dtype, part.dtype)), 1.0
 
 
-def _product(x_MK: Array, w_NK: Array) -> Array:
-    if x_MK.dtype == w_NK.dtype == jnp.bfloat16:
-        return jnp.einsum("mk,nk->mn", x_MK, w_NK, preferred_element_type=jnp.float32)
-    return _dot(x_MK, w_NK)
+def _multiply(x_MI: Array, w_OI: Array) -> Array:
+    if x_MI.dtype == w_OI.dtype == jnp.bfloat16:
+        return jnp.einsum("mi,oi->mo", x_MI, w_OI, preferred_element_type=jnp.float32)
+    return _multiply_in_float32(x_MI, w_OI)
 
 
 def _movable(x: Array) -> Array:
@@ -188,44 +201,48 @@ def _moved(x: Array, dtype: Any) -> Array:
     return lax.bitcast_convert_type(x, dtype) if dtype == jnp.bfloat16 else x
 
 
-def _blocked(x_MK, w_ENK, group_sizes_E, bias_EN, *, out_dtype):
+def _blocked(
+    x_MI: Array,
+    w_EOI: Matrix,
+    group_sizes_E: Array,
+    bias_EO: Array | None,
+    *,
+    out_dtype: Any,
+) -> Array:
     """One expert after the other, its matrix in blocks if these must be widened, each times R of
     its rows at a time.
 
     The last R of an expert reach into rows of the next ones, which write theirs later.
     """
-    (M, dtype), E, N = (len(x_MK), x_MK.dtype), len(group_sizes_E), _columns(w_ENK)
-    as_stored = not is_stored(w_ENK) and w_ENK.dtype == dtype
+    (M, dtype), E, n_out = (len(x_MI), x_MI.dtype), len(group_sizes_E), _rows_of_matrix(w_EOI)
+    as_stored = not is_stored(w_EOI) and jax.tree.leaves(w_EOI)[0].dtype == dtype
     # One row of bfloat16 XLA's CPU compiler would multiply in float32.
-    R = min(max(M // E, 2 if dtype == jnp.bfloat16 else 1), MAX_ROWS)
-    n = N if as_stored else min(COLUMNS, N)
-    ends_E, x_MK = jnp.cumsum(group_sizes_E), _movable(jnp.pad(x_MK, ((0, R), (0, 0))))
-    y_MN = _movable(jnp.zeros((M + R, N), out_dtype))
+    R = min(max(M // E, 2 if dtype == jnp.bfloat16 else 1), MAX_GROUP_ROWS)
+    n = n_out if as_stored else min(WIDENED_OUT, n_out)
+    ends_E, x_MI = jnp.cumsum(group_sizes_E), _movable(jnp.pad(x_MI, ((0, R), (0, 0))))
 
-    def block(e: Array, at: Array | int, n: int, y_MN: Array) -> Array:
-        w_nK, scale_n = _rows_of(w_ENK, e, at, n, dtype)
-        bias_n = 0 if bias_EN is None else lax.dynamic_slice(bias_EN, (e, at), (1, n))
+    def block(e: Array, at: Array | int, n: int, y_MO: Array) -> Array:
+        w_oI, scale_o = _part(w_EOI, e, at, n, dtype)
+        bias_o = 0 if bias_EO is None else lax.dynamic_slice(bias_EO, (e, at), (1, n))
 
-        def rows(i: Array, y_MN: Array) -> Array:
+        def rows(i: Array, y_MO: Array) -> Array:
             m = ends_E[e] - group_sizes_E[e] + i * R
-            x_RK = _moved(lax.dynamic_slice_in_dim(x_MK, m, R), dtype)
-            y_Rn = (_product(x_RK, w_nK) * scale_n + bias_n).astype(out_dtype)
-            return lax.dynamic_update_slice(y_MN, _movable(y_Rn), (m, at))
+            x_RI = _moved(lax.dynamic_slice_in_dim(x_MI, m, R), dtype)
+            y_Ro = (_multiply(x_RI, w_oI) * scale_o + bias_o).astype(out_dtype)
+            return lax.dynamic_update_slice(y_MO, _movable(y_Ro), (m, at))
 
-        return lax.fori_loop(0, -(-group_sizes_E[e] // R), rows, y_MN)
+        return lax.fori_loop(0, -(-group_sizes_E[e] // R), rows, y_MO)
 
-    def multiply(e: Array, y_MN: Array) -> Array:
-        if n == N:
-            return block(e, 0, N, y_MN)
-        y_MN = lax.fori_loop(0, N // n, lambda j, y: block(e, j * n, n, y), y_MN)
-        return block(e, N - N % n, N % n, y_MN) if N % n else y_MN
+    def multiply(e: Array, y_MO: Array) -> Array:
+        if n == n_out:
+            return block(e, 0, n_out, y_MO)
+        y_MO = lax.fori_loop(0, n_out // n, lambda j, y: block(e, j * n, n, y), y_MO)
+        return block(e, n_out - n_out % n, n_out % n, y_MO) if n_out % n else y_MO
 
-    def expert(e: Array, y_MN: Array) -> Array:
-        return lax.cond(group_sizes_E[e] > 0, multiply, lambda e, y: y, e, y_MN)
+    def expert(e: Array, y_MO: Array) -> Array:
+        return lax.cond(group_sizes_E[e] > 0, multiply, lambda e, y: y, e, y_MO)
 
-    y_MN = vary_like(y_MN, x_MK, *jax.tree.leaves((w_ENK, group_sizes_E, bias_EN)))
-    y_MN = _moved(lax.fori_loop(0, E, expert, y_MN)[:M], out_dtype)
-    return jnp.where(jnp.arange(M)[:, None] < ends_E[-1], y_MN, 0)
-
-
-FORMS = dict(reference=_reference, blocked=_blocked)
+    y_MO = _movable(jnp.zeros((M + R, n_out), out_dtype))
+    y_MO = vary_like(y_MO, x_MI, *jax.tree.leaves((w_EOI, group_sizes_E, bias_EO)))
+    y_MO = _moved(lax.fori_loop(0, E, expert, y_MO)[:M], out_dtype)
+    return jnp.where(jnp.arange(M)[:, None] < ends_E[-1], y_MO, 0)

@@ -1,10 +1,10 @@
 """Ragged dot for few rows on NVIDIA Hopper, in Mosaic GPU.
 
-    grid (tile s of an expert's rows, 64 rows n of its matrix [N, K])
+    grid (tile t of an expert's rows, 64 rows o of its matrix [O, I])
 
 Few rows are bound by reading the matrices of the experts that have some, so the product is turned
 around: y^T = w x^T, where 64 rows of w are what a tensor core multiplies at once, and x adds as few
-columns as there are rows. A block of threads walks along K, 128 columns at a time, through a ring
+columns as there are rows. A block of threads walks along I, 128 columns at a time, through a ring
 of asynchronous copies of both. What is narrower goes through registers into bf16. An expert without
 rows has no tile, so its matrix is not read.
 
@@ -17,7 +17,7 @@ Tiles begin at multiples of 8 rows, where the copy engine can: a tile may hold r
 whose results nobody takes. Rows, matrices and results may end inside a tile: the copy engine reads
 zeros and drops what lies outside.
 
-With many rows per expert this form is correct and slow: it reads x once per 64 columns of y.
+With many rows per expert this is correct and slow: it reads x once per 64 columns of y.
 """
 
 import math
@@ -45,18 +45,18 @@ from common.kernels.hopper import (
     unsupported_here,
     upcast,
 )
-from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Int8, Mxfp4, e2m1, e8m0
+from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Int8, Matrix, Mxfp4, e2m1, e8m0
 from common.sharding import round_up
 
 Array = jax.Array
 
-COLUMNS = FP8_BLOCK  # of x and w at a time: those that share a scale of fp8
+STEP = FP8_BLOCK  # columns of x and w at a time: those that share a scale of fp8
 ALIGNMENT = 8  # rows
-MIN_ROWS, MAX_ROWS = 16, 128  # of a tile of x
+MIN_TILE_ROWS, MAX_TILE_ROWS = 16, 128
 MAX_STAGES = 6
 
 
-class Tiles(NamedTuple):
+class TileList(NamedTuple):
     """Tiles of rows, expert by expert, [tiles] int32 each, and where each row's result is, [M]."""
 
     expert: Array
@@ -70,13 +70,13 @@ class Tiles(NamedTuple):
 def rows_of_tile(M: int, E: int) -> int:
     """A power of two that holds twice the average group and what its alignment adds: of a larger
     group the matrix is read again, mostly from the cache of the chip."""
-    rows = MIN_ROWS
-    while rows < min(MAX_ROWS, ALIGNMENT + 2 * -(-M // E), M):
+    rows = MIN_TILE_ROWS
+    while rows < min(MAX_TILE_ROWS, ALIGNMENT + 2 * -(-M // E), M):
         rows *= 2
     return rows
 
 
-def list_tiles(group_sizes_E: Array, M: int, rows: int) -> Tiles:
+def list_tiles(group_sizes_E: Array, M: int, rows: int) -> TileList:
     """The tiles of `rows` rows that the groups touch; of no more of them than there may be."""
     E, some = group_sizes_E.shape[0], min(group_sizes_E.shape[0], M)
     most = some + (M + (ALIGNMENT - 2) * some) // rows
@@ -95,54 +95,56 @@ def list_tiles(group_sizes_E: Array, M: int, rows: int) -> Tiles:
     tile_M = jnp.minimum(first_E[own] + (m - starts_E[own]) // rows, most - 1)
     row_M = (m - starts_E[own]) % rows
     found = (expert, start, tile < last_E[-1], expert_M, tile_M, row_M)
-    return Tiles(*(x.astype(jnp.int32) for x in found))
+    return TileList(*(x.astype(jnp.int32) for x in found))
 
 
-def unsupported(x_MK: Any, w_ENK: Any) -> str | None:
+def unsupported(x_MI: Any, w_EOI: Any) -> str | None:
     """What `ragged_dot_gpu` cannot do about such arrays (or shapes), in one sentence; None when it
     takes them."""
     if reason := unsupported_here():
         return reason
-    K = x_MK.shape[1]
-    if x_MK.dtype != WIDE:
-        return f"the GPU kernel of ragged_dot takes rows of bfloat16, not {x_MK.dtype}"
-    if not isinstance(w_ENK, Int8 | Fp8 | Mxfp4) and getattr(w_ENK, "dtype", None) != WIDE:
+    n_in = x_MI.shape[1]
+    if x_MI.dtype != WIDE:
+        return f"the GPU kernel of ragged_dot takes rows of bfloat16, not {x_MI.dtype}"
+    if not isinstance(w_EOI, Int8 | Fp8 | Mxfp4) and getattr(w_EOI, "dtype", None) != WIDE:
         return "the GPU kernel of ragged_dot takes weights in bfloat16, Int8, Fp8 and Mxfp4 only"
-    if isinstance(w_ENK, Mxfp4) and (N := w_ENK.values.shape[1]) < ROWS:
-        return f"the GPU kernel of ragged_dot takes Mxfp4 matrices of {ROWS} rows or more, not {N}"
-    if isinstance(w_ENK, Mxfp4) and not hasattr(plgpu, "InterpretGPUParams"):
+    if isinstance(w_EOI, Mxfp4) and (n_out := w_EOI.values.shape[1]) < ROWS:
+        return (
+            f"the GPU kernel of ragged_dot takes Mxfp4 matrices of {ROWS} rows or more, not {n_out}"
+        )
+    if isinstance(w_EOI, Mxfp4) and not hasattr(plgpu, "InterpretGPUParams"):
         return "the GPU kernel of ragged_dot takes Mxfp4 with JAX 0.11 and later only"
-    if K % 16:
-        return f"the GPU kernel of ragged_dot takes rows of a multiple of 16 columns, not {K}"
+    if n_in % 16:
+        return f"the GPU kernel of ragged_dot takes rows of a multiple of 16 columns, not {n_in}"
     return None
 
 
-def split_columns(x_MK: Array) -> Array:
-    """x [M, K] for 4-bit weights: of each block of COLUMNS the even ones, then the odd ones; with
-    zeros up to a whole block."""
-    M, K = x_MK.shape
-    x_MK = jnp.pad(x_MK, ((0, 0), (0, -K % COLUMNS)))
-    return x_MK.reshape(M, -1, COLUMNS // 2, 2).swapaxes(2, 3).reshape(M, -1)
+def split_columns(x_MI: Array) -> Array:
+    """x [M, I] for 4-bit weights: of each STEP columns the even ones, then the odd ones; with zeros
+    up to a whole step."""
+    M, n_in = x_MI.shape
+    x_MI = jnp.pad(x_MI, ((0, 0), (0, -n_in % STEP)))
+    return x_MI.reshape(M, -1, STEP // 2, 2).swapaxes(2, 3).reshape(M, -1)
 
 
 def _powers(scale_g: Any, expert: Array, row: Array, i: Array) -> tuple[Array, ...]:
-    """The powers of two of block i of COLUMNS of ROWS rows, group by group: float32 [ROWS] each.
-    Groups past the last one have codes of 0: any scale does."""
+    """The powers of two of ROWS rows in step i, group by group: float32 [ROWS] each. Groups past
+    the last one have codes of 0: any scale does."""
 
     def power(j: int) -> Array:
-        group = jnp.minimum(i * (COLUMNS // MXFP4_GROUP) + j, scale_g.shape[2] - 1)
+        group = jnp.minimum(i * (STEP // MXFP4_GROUP) + j, scale_g.shape[2] - 1)
         column = scale_g.at[expert, pl.ds(row, ROWS), group]
         layout = plgpu.Layout.WGMMA.reduce(1)
-        codes = plgpu.load(column, layout=layout, optimized=False)  # type: ignore[call-arg]  # 0.10
+        codes = plgpu.load(column, layout=layout, optimized=False)
         return e8m0(codes.astype(jnp.int32))
 
-    return tuple(power(j) for j in range(COLUMNS // MXFP4_GROUP))
+    return tuple(power(j) for j in range(STEP // MXFP4_GROUP))
 
 
 def _upcast_mxfp4(w_s: Any, powers: tuple[Array, ...], wide_s: Any) -> None:
-    """Bytes [ROWS, COLUMNS / 2] -> bf16: the low halves, then the high ones. 16 bytes share a
+    """Bytes [ROWS, STEP / 2] -> bf16: the low halves, then the high ones. 16 bytes share a
     scale."""
-    half = COLUMNS // 2
+    half = STEP // 2
     byte = plgpu.layout_cast(w_s[...].astype(jnp.int32), plgpu.Layout.WGMMA)
     shape = ROWS, half // len(powers)
     scale = lax.concatenate([lax.broadcast_in_dim(p, shape, [0]) for p in powers], 1)
@@ -150,112 +152,124 @@ def _upcast_mxfp4(w_s: Any, powers: tuple[Array, ...], wide_s: Any) -> None:
         wide_s[:, at : at + half] = (e2m1(code) * scale).astype(WIDE)
 
 
-def _multiply(*refs: Any, stages: int, interpret: Any, ring: Any, wide: Any, full: Any, free: Any):
+def _store(y: Array, y_g: Any, y_s: Any) -> None:
+    """Registers -> shared -> main memory."""
+    y_s[...] = y
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(y_s, y_g)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _kernel(
+    *refs: Any, stages: int, interpret: Any, ring: Any, wide: Any, full: Any, free: Any
+) -> None:
     """One tile of one expert. In main memory: expert, start and use of the tiles [3, tiles]; x [M,
-    K]; w [E, N, K], or packed; a scale of fp8 [E, blocks of N, blocks of K], of mxfp4 [E, N,
-    groups of K]; the result [tiles, N, rows], of mxfp4 its N rounded up to ROWS."""
+    I]; w [E, O, I], or packed; a scale of fp8 [E, blocks of O, blocks of I], of mxfp4 [E, O, groups
+    of I]; the result [tiles, O, rows], of mxfp4 its O rounded up to ROWS."""
     tiles_g, x_g, w_g, *scale_g, y_g = refs
-    s, n = lax.axis_index("s"), lax.axis_index("n")
-    expert, start, used = (tiles_g[i, s] for i in range(3))
+    t, o = lax.axis_index("t"), lax.axis_index("o")
+    expert, start, used = (tiles_g[i, t] for i in range(3))
     x_s, w_s = ring
     rows, packed = x_s.shape[1], w_g.dtype == jnp.uint8
-    row = n * ROWS
+    row = o * ROWS
     if packed:  # the scales do not come by the copy engine, which knows where a matrix ends
         row = jnp.minimum(row, w_g.shape[1] - ROWS)
 
-    def copy(i: Array, slot: Array) -> None:
-        x_at, w_at = (pl.ds(i * c, c) for c in (COLUMNS, w_s.shape[2]))
+    def copy(i: Array, place: Array) -> None:
+        x_at, w_at = (pl.ds(i * c, c) for c in (STEP, w_s.shape[2]))
         of_x = x_g.at[pl.ds(pl.multiple_of(start, ALIGNMENT), rows), x_at]
         of_w = w_g.at[expert, pl.ds(row, ROWS), w_at]
-        plgpu.copy_gmem_to_smem(of_x, x_s.at[slot], full.at[slot])
-        plgpu.copy_gmem_to_smem(of_w, w_s.at[slot], full.at[slot])
+        plgpu.copy_gmem_to_smem(of_x, x_s.at[place], full.at[place])
+        plgpu.copy_gmem_to_smem(of_w, w_s.at[place], full.at[place])
 
-    def step(i: Array, slot: Array, acc: Array) -> Array:
-        w = w_s.at[slot]
+    def step(i: Array, place: Array, acc: Array) -> Array:
+        w = w_s.at[place]
         if wide:
             upcast(w, wide[0])
             plgpu.commit_smem()
             w = wide[0]
-        x = x_s.at[slot].transpose((1, 0))
+        x = x_s.at[place].transpose((1, 0))
         if scale_g:
-            return acc + product(w, x) * scale_g[0][expert, lax.div(n * ROWS, FP8_BLOCK), i]
+            return acc + product(w, x) * scale_g[0][expert, lax.div(o * ROWS, FP8_BLOCK), i]
         return add_product(acc, w, x, interpret)
 
-    def step_mxfp4(i: Array, slot: Array, carry: Any) -> Any:
+    def step_mxfp4(i: Array, place: Array, carry: Any) -> Any:
         acc, powers = carry
         later = _powers(scale_g[0], expert, row, i + 1)  # on their way during this step
-        _upcast_mxfp4(w_s.at[slot], powers, wide[0])
+        _upcast_mxfp4(w_s.at[place], powers, wide[0])
         plgpu.commit_smem()
-        return add_product(acc, wide[0], x_s.at[slot].transpose((1, 0)), interpret), later
-
-    def write(y_s: Any) -> None:
-        y_s[...] = acc
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(y_s, y_g.at[s, pl.ds(n * ROWS, ROWS)])
-        plgpu.wait_smem_to_gmem(0)
+        return add_product(acc, wide[0], x_s.at[place].transpose((1, 0)), interpret), later
 
     zero = plgpu.layout_cast(jnp.zeros((ROWS, rows), jnp.float32), plgpu.Layout.WGMMA)
-    count = used * -(-x_g.shape[1] // COLUMNS)
+    count = jnp.where(used > 0, -(-x_g.shape[1] // STEP), 0)
     walk = partial(through_ring, full=full, free=free)
     if packed:
         first = zero, _powers(scale_g[0], expert, row, jnp.int32(0))
         acc, _ = walk(first, count, stages, True, copy, step_mxfp4)
     else:
         acc = walk(zero, count, stages, True, copy, step)
-    pl.run_scoped(write, plgpu.SMEM((ROWS, rows), jnp.float32))
+    store = partial(_store, acc, y_g.at[t, pl.ds(o * ROWS, ROWS)])
+    pl.run_scoped(store, plgpu.SMEM((ROWS, rows), jnp.float32))
 
 
 def ragged_dot_gpu(
-    x_MK: Array,
-    w_ENK: Any,
+    x_MI: Array,
+    w_EOI: Matrix,
     group_sizes_E: Array,
-    bias_EN: Array | None = None,
+    bias_EO: Array | None = None,
     *,
     out_dtype: Any,
     interpret: Any = False,
 ) -> Array:
     """`ragged_dot` on a Hopper GPU, of bf16 x and bf16, Int8, Fp8 or Mxfp4 w; `interpret` says
     whether to run it on the CPU. Raises ValueError for what `unsupported` names."""
-    if reason := unsupported(x_MK, w_ENK):
+    if reason := unsupported(x_MI, w_EOI):
         raise ValueError(reason)
-    interpret, values = interpreter(interpret), jax.tree.leaves(w_ENK)[0]
-    M, (E, N, _) = x_MK.shape[0], values.shape
-    rows = rows_of_tile(M, E)
+    interpret, values = interpreter(interpret), jax.tree.leaves(w_EOI)[0]
+    M, (E, n_out, _) = x_MI.shape[0], values.shape
+    rows, packed = rows_of_tile(M, E), isinstance(w_EOI, Mxfp4)
     tiles = list_tiles(group_sizes_E, M, rows)
-    packed = isinstance(w_ENK, Mxfp4)
-    narrow, columns = packed or jnp.dtype(values.dtype) in NARROW, COLUMNS // (1 + packed)
-    tile = math.gcd(values.shape[2], 64) if packed else 64  # whole ones in a row
-    block = columns * ROWS * values.dtype.itemsize + COLUMNS * rows * WIDE.itemsize
-    fixed = narrow * ROWS * COLUMNS * WIDE.itemsize + ROWS * rows * 4 + OVERHEAD
-    stages = min((SHARED // 2 - fixed) // block, MAX_STAGES)
-    ring = [
-        matrix((stages, rows), COLUMNS, WIDE, 64),
-        matrix((stages, ROWS), columns, values.dtype, tile),
-    ]
-    written = round_up(N, ROWS) if packed else N
-    blocks = [w_ENK.scale] if isinstance(w_ENK, Fp8 | Mxfp4) else []
-    y_SNR = plgpu.kernel(
-        partial(_multiply, stages=stages, interpret=interpret),
+    stages, ring, wide = _memory(values, rows, packed)
+    written = round_up(n_out, ROWS) if packed else n_out
+    blocks = [w_EOI.scale] if isinstance(w_EOI, Fp8 | Mxfp4) else []
+    y_by_tile = plgpu.kernel(
+        partial(_kernel, stages=stages, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((len(tiles.expert), written, rows), jnp.float32),
-        grid=(len(tiles.expert), -(-N // ROWS)),
-        grid_names=("s", "n"),
+        grid=(len(tiles.expert), -(-n_out // ROWS)),
+        grid_names=("t", "o"),
         scratch_types=dict(
             ring=ring,
-            wide=[matrix((ROWS,), COLUMNS, WIDE, 64)] * narrow,
+            wide=wide,
             full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             free=plgpu.Barrier(num_barriers=stages),
         ),
         compiler_params=compiler_params(),
         interpret=interpret,
         kernel_name="ragged_dot_gpu",
-    )(jnp.stack(tiles[:3]), split_columns(x_MK) if packed else x_MK, values, *blocks)
-    y_MN = y_SNR[tiles.tile_M, :, tiles.row_M]
-    if written > N:  # the last ROWS of them are those of the matrix
-        last = N // ROWS * ROWS
-        y_MN = jnp.concatenate([y_MN[:, :last], y_MN[:, written - N % ROWS :]], axis=1)
+    )(jnp.stack(tiles[:3]), split_columns(x_MI) if packed else x_MI, values, *blocks)
+    y_MO = y_by_tile[tiles.tile_M, :, tiles.row_M]
+    if written > n_out:  # the last ROWS of them are those of the matrix
+        last = n_out // ROWS * ROWS
+        y_MO = jnp.concatenate([y_MO[:, :last], y_MO[:, written - n_out % ROWS :]], axis=1)
     own_M = jnp.minimum(tiles.expert_M, E - 1)
-    if isinstance(w_ENK, Int8):
-        y_MN = y_MN * w_ENK.scale[own_M]
-    if bias_EN is not None:
-        y_MN = y_MN + bias_EN[own_M]
-    return jnp.where((tiles.expert_M < E)[:, None], y_MN, 0).astype(out_dtype)
+    if isinstance(w_EOI, Int8):
+        y_MO = y_MO * w_EOI.scale[own_M]
+    if bias_EO is not None:
+        y_MO = y_MO + bias_EO[own_M]
+    return jnp.where((tiles.expert_M < E)[:, None], y_MO, 0).astype(out_dtype)
+
+
+def _memory(values: Array, rows: int, packed: bool) -> tuple[int, list[Any], list[Any]]:
+    """How many steps the ring holds, its arrays, and what w is upcast into: half of a
+    multiprocessor's shared memory at most."""
+    columns = STEP // 2 if packed else STEP
+    step = columns * ROWS * values.dtype.itemsize + STEP * rows * WIDE.itemsize
+    fixed = ROWS * rows * 4 + OVERHEAD
+    wide = []
+    if packed or jnp.dtype(values.dtype) in NARROW:
+        fixed += ROWS * STEP * WIDE.itemsize
+        wide = [matrix((ROWS,), STEP, WIDE, 64)]
+    stages = min((SHARED // 2 - fixed) // step, MAX_STAGES)
+    tile = math.gcd(values.shape[2], 64) if packed else 64  # whole ones in a row
+    x, w = matrix((stages, rows), STEP, WIDE, 64), (stages, ROWS)
+    return stages, [x, matrix(w, columns, values.dtype, tile)], wide

@@ -1,9 +1,10 @@
 """Ragged dot on TPU: a walk over the pairs of a tile of rows and an expert with rows in it.
 
-    grid (N tiles, pairs). The pairs are listed on the device, before the kernel, from the sizes of
-    the groups: in order of rows, so that both the tile and the expert only ever move forward.
+    grid (tiles of the output's columns, pairs). The pairs are listed on the device, before the
+    kernel, from the sizes of the groups: in order of rows, so that both the tile and the expert
+    only ever move forward.
 
-A step multiplies a tile of rows [rows, K] by a tile [columns, K] of the expert's matrix as it lies
+A step multiplies a tile of rows [rows, I] by a tile [columns, I] of the expert's matrix as it lies
 in memory, keeps the products of the rows that are the expert's, and leaves the others to the steps
 before and after. Everything follows from the order: the weights of an expert are fetched once per
 pass, however many row tiles it has, and upcast once; an expert without rows is in no pair, and is
@@ -18,6 +19,7 @@ rows of several experts is multiplied once for each.
 are split into even and odd columns instead, and the two products added.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,14 +29,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Int8, Mxfp4, e2m1, e8m0
+from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Int8, Matrix, Mxfp4, e2m1, e8m0
 from common.sharding import round_up
 
 Array = jax.Array
 
 LANES, SUBLANES = 128, 8
 BUDGET = 12 << 20  # bytes of tiles, of a v5e's 16 MiB; the rest is for values within a step
-ROWS = (128, 64, 32, 16)  # in a tile; the smaller ones where K is so large that nothing else fits
+TILE_ROWS = (128, 64, 32, 16)  # the smaller ones where I is so large that nothing else fits
 MANY_ROWS = 256  # in a tile, from so many per expert on
 UPCAST_ROWS = 32  # of a matrix at a time: one tile of 8-bit numbers
 
@@ -58,65 +60,73 @@ def list_pairs(group_sizes_E: Array, M: int, rows: int) -> Pairs:
     begin = jnp.concatenate([jnp.arange(tiles) * rows, jnp.where(inside_E, starts_E, M)])
     begin = jnp.sort(begin)[: tiles + min(E, M) - 1]
     # Past the last group: its expert once more.
-    expert = jnp.sum(ends_E <= jnp.minimum(begin, total - 1)[:, None], axis=1)
+    expert = jnp.count_nonzero(ends_E <= jnp.minimum(begin, total - 1)[:, None], axis=1)
     tile = jnp.minimum(begin, M - 1) // rows
     start, end = (jnp.where(begin < total, x[expert], 0) for x in (starts_E, ends_E))
     some = (total > 0)[None]
     return Pairs(*(x.astype(jnp.int32) for x in (expert, tile, start, end, some)))
 
 
-class Tiles(NamedTuple):
-    rows: int
+class TileSizes(NamedTuple):
+    rows: int  # of x
     columns: int  # of the output, which are rows of w
 
 
-def choose_tiles(x_MK: Array, w_ENK: Any, dtype: Any, out_dtype: Any) -> Tiles | None:
+def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSizes | None:
     """The widest tiles that fit BUDGET: few passes over x, and large transfers of w. None if none
     do."""
-    (M, K), (E, N, *_) = x_MK.shape, jax.tree.leaves(w_ENK)[0].shape
+    (M, n_in), (E, n_out, *_) = x_MI.shape, jax.tree.leaves(w_EOI)[0].shape
 
     def row(dtype: Any, width: int) -> int:
         return round_up(width, LANES) * jnp.dtype(dtype).itemsize
 
-    planes = 1 + isinstance(w_ENK, Mxfp4)
-    wide = planes * row(dtype, K // planes)
-    for limit in (*((MANY_ROWS,) if M >= MANY_ROWS * E else ()), *ROWS):
+    planes = _planes(w_EOI)
+    wide = planes * row(dtype, n_in // planes)
+    for limit in (*((MANY_ROWS,) if M >= MANY_ROWS * E else ()), *TILE_ROWS):
         rows = M if limit >= M else limit
         column = rows * (2 * jnp.dtype(out_dtype).itemsize + 4)
-        column += sum(2 * row(a.dtype, a.shape[2]) for a in _tiled(w_ENK))
-        column += wide if _needs_upcast(w_ENK, dtype) else 0
+        column += sum(2 * row(a.dtype, a.shape[2]) for a in _tiled(w_EOI))
+        column += wide if _needs_upcast(w_EOI, dtype) else 0
         columns = (BUDGET - 2 * rows * wide) // column // LANES * LANES
-        if columns >= min(N, LANES):
+        if columns >= min(n_out, LANES):
             break
     else:
         return None
-    if N <= LANES:
-        return Tiles(rows, N)
-    columns = min(columns, N // LANES * LANES)
-    return Tiles(rows, round_up(pl.cdiv(N, pl.cdiv(N, columns)), LANES))
+    if n_out <= LANES:
+        return TileSizes(rows, n_out)
+    columns = min(columns, n_out // LANES * LANES)
+    return TileSizes(rows, round_up(pl.cdiv(n_out, pl.cdiv(n_out, columns)), LANES))
 
 
-def _tiled(w_ENK: Any) -> list[Array]:
-    """The arrays of w whose rows are rows of the matrices, of the forms that differ in width."""
-    return jax.tree.leaves(w_ENK if isinstance(w_ENK, Mxfp4) else jax.tree.leaves(w_ENK)[:1])
+def _planes(w_EOI: Matrix) -> int:
+    """Into how many arrays the columns of x are split: even and odd ones, where a byte of w holds
+    two."""
+    return 2 if isinstance(w_EOI, Mxfp4) else 1
 
 
-def _compute_dtype(x_MK: Array, w_ENK: Any) -> Any:
-    quantised = isinstance(w_ENK, Int8 | Fp8 | Mxfp4)
-    return x_MK.dtype if quantised else jnp.promote_types(x_MK.dtype, w_ENK.dtype)
+def _tiled(w_EOI: Matrix) -> list[Array]:
+    """The arrays of w whose rows are rows of the matrices."""
+    arrays = jax.tree.leaves(w_EOI)
+    return arrays if isinstance(w_EOI, Mxfp4) else arrays[:1]
 
 
-def _needs_upcast(w_ENK: Any, dtype: Any) -> bool:
-    return jax.tree.leaves(w_ENK)[0].dtype != dtype
+def _compute_dtype(x_MI: Array, w_EOI: Matrix) -> Any:
+    if isinstance(w_EOI, tuple):  # narrow numbers, upcast to those of x
+        return x_MI.dtype
+    return jnp.promote_types(x_MI.dtype, w_EOI.dtype)
 
 
-def unsupported(x_MK: Array, w_ENK: Any) -> str | None:
+def _needs_upcast(w_EOI: Matrix, dtype: Any) -> bool:
+    return bool(jax.tree.leaves(w_EOI)[0].dtype != dtype)
+
+
+def unsupported(x_MI: Array, w_EOI: Matrix) -> str | None:
     """Why there is no kernel for such arguments, in a sentence."""
-    dtype = _compute_dtype(x_MK, w_ENK)
+    dtype = _compute_dtype(x_MI, w_EOI)
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"the TPU kernel of ragged_dot multiplies in float32 or bfloat16, not {dtype}"
-    if choose_tiles(x_MK, w_ENK, dtype, jnp.float32) is None:
-        return f"rows of {x_MK.shape[1]} are too long for the TPU kernel of ragged_dot"
+    if tile_sizes(x_MI, w_EOI, dtype, jnp.float32) is None:
+        return f"rows of {x_MI.shape[1]} are too long for the TPU kernel of ragged_dot"
     return None
 
 
@@ -126,47 +136,51 @@ def unsupported(x_MK: Array, w_ENK: Any) -> str | None:
 class Operands(NamedTuple):
     """P is 2 for packed weights, else 1. Those of eight experts lie in one tile of memory."""
 
-    x: Any  # [P, rows, K / P]
-    w: Any  # [1, columns, K], packed or not
+    x: Any  # [P, rows, I / P]
+    w: Any  # [1, columns, I], packed or not
     w_scale: Any  # of Int8 [8 experts, columns]; Fp8's [1, blocks, blocks]; Mxfp4's as w; or None
     bias: Any  # [8 experts, columns], or None
 
 
-def _kernel(*refs, form):
+def _kernel(*refs: Any, form: type) -> None:
     """After the pairs and the operands the output [rows, columns], and where w must be upcast a
-    scratch [P, columns, K / P] for it."""
-    pairs, operands, o = Pairs(*refs[:5]), refs[5], refs[6]
+    scratch [P, columns, I / P] for it. `form` is how w is stored."""
+    pairs, operands, y = Pairs(*refs[:5]), refs[5], refs[6]
     x, w, w_scale, bias = operands
     wide = refs[7] if len(refs) > 7 else None
     n, s = pl.program_id(0), pl.program_id(1)
-    before, (rows, _) = jnp.maximum(s - 1, 0), o.shape
+    before, (rows, _) = jnp.maximum(s - 1, 0), y.shape
     start, end = pairs.start[s], pairs.end[s]
     new_tile = (s == 0) | (pairs.tile[s] != pairs.tile[before])
     new_expert = (s == 0) | (pairs.expert[s] != pairs.expert[before])
 
     @pl.when(new_tile)
-    def zero():
-        o[...] = jnp.zeros_like(o)
+    def zero() -> None:
+        y[...] = jnp.zeros_like(y)
 
     if wide is not None:
 
         @pl.when(new_expert & (start < end))
-        def upcast():
+        def upcast() -> None:
             _upcast(form, w, w_scale, wide, n)
 
     @pl.when(start < end)
-    def multiply():
-        y = sum(_dot(x[p], (w if wide is None else wide)[p]) for p in range(len(x)))
+    def multiply() -> None:
+        matrix = w if wide is None else wide
+        product = _multiply(x[0], matrix[0])
+        if len(x) > 1:
+            product = product + _multiply(x[1], matrix[1])
         mine = pl.ds(pairs.expert[s] % SUBLANES, 1)
         if form is Int8:
-            y = y * w_scale[mine]
+            product = product * w_scale[mine]
         if bias is not None:
-            y = y + bias[mine]
-        row = pairs.tile[s] * rows + lax.broadcasted_iota(jnp.int32, o.shape, 0)
-        o[...] = jnp.where((row >= start) & (row < end), y.astype(o.dtype), o[...])
+            product = product + bias[mine]
+        row = pairs.tile[s] * rows + lax.broadcasted_iota(jnp.int32, y.shape, 0)
+        y[...] = jnp.where((row >= start) & (row < end), product.astype(y.dtype), y[...])
 
 
-def _dot(x: Array, w: Array) -> Array:
+def _multiply(x: Array, w: Array) -> Array:
+    """x times the transpose of w, in float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dimensions = (((1,), (1,)), ((), ()))
     return lax.dot_general(
@@ -174,11 +188,12 @@ def _dot(x: Array, w: Array) -> Array:
     )
 
 
-def _upcast(form, w, w_scale, wide, n):
+def _upcast(form: type, w: Any, w_scale: Any, wide: Any, n: Array) -> None:
     """wide = w, a few rows at a time. Int8 scales whole columns of the result, later."""
     columns, _ = w.shape[1:]
     some = min(columns, UPCAST_ROWS)
-    upcast = {Fp8: _upcast_fp8, Mxfp4: _upcast_mxfp4}.get(form, _upcast_plain)
+    widen: dict[type, Callable[..., None]] = {Fp8: _upcast_fp8, Mxfp4: _upcast_mxfp4}
+    upcast = widen.get(form, _upcast_plain)
     if columns % some:
         return upcast(w, w_scale, wide, slice(0, columns), n)
 
@@ -189,25 +204,25 @@ def _upcast(form, w, w_scale, wide, n):
     lax.fori_loop(0, columns // some, step, None)
 
 
-def _upcast_plain(w, w_scale, wide, rows, block):
+def _upcast_plain(w: Any, w_scale: Any, wide: Any, rows: Any, block: Array) -> None:
     wide[0, rows] = w[0, rows].astype(wide.dtype)
 
 
-def _upcast_fp8(w, w_scale, wide, rows, block):
-    blocks, K = w_scale.shape[1], w.shape[2]
+def _upcast_fp8(w: Any, w_scale: Any, wide: Any, rows: Any, block: Array) -> None:
+    blocks, n_in = w_scale.shape[1], w.shape[2]
     block = jnp.minimum(block, blocks - 1)  # of rows; a last tile may reach past them
-    for j, k in enumerate(range(0, K, FP8_BLOCK)):
-        at = slice(k, min(k + FP8_BLOCK, K))
+    for j, k in enumerate(range(0, n_in, FP8_BLOCK)):
+        at = slice(k, min(k + FP8_BLOCK, n_in))
         values = w[0, rows, at].astype(jnp.float32) * w_scale[0, block, j]
         wide[0, rows, at] = values.astype(wide.dtype)
 
 
-def _upcast_mxfp4(w, w_scale, wide, rows, block):
+def _upcast_mxfp4(w: Any, w_scale: Any, wide: Any, rows: Any, block: Array) -> None:
     """Low halves of the bytes to wide[0], high ones to wide[1]. A scale belongs to 16 bytes."""
-    pairs = w.shape[2]
+    n_bytes = w.shape[2]
     power = e8m0(w_scale[0, rows].astype(jnp.int32))
-    for k in range(0, pairs, LANES):
-        at = slice(k, min(k + LANES, pairs))
+    for k in range(0, n_bytes, LANES):
+        at = slice(k, min(k + LANES, n_bytes))
         byte = w[0, rows, at].astype(jnp.int32)
         scale = _spread(power, k // (MXFP4_GROUP // 2), byte.shape)
         for p, code in enumerate((byte & 15, byte >> 4)):
@@ -229,71 +244,76 @@ def _spread(power: Array, first: int, shape: tuple[int, int]) -> Array:
 on_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
 
 
-def _specs(form: Any, given: Operands, tiles: Tiles) -> Operands:
+def _specs(form: type, given: Operands, sizes: TileSizes) -> Operands:
     """Which part of each operand a step sees; the index maps take the fields of Pairs."""
 
-    def tile_of_x(n, s, expert, tile, *_):
-        return 0, tile[s], 0
-
-    def tile_of_w(n, s, expert, tile, start, end, some):
-        return expert[s], n * some[0], 0  # of nothing, one tile is fetched
-
-    def whole(n, s, expert, *_):
-        return expert[s], 0, 0
-
-    def eight(n, s, expert, *_):
-        return expert[s] // SUBLANES, n
-
+    tile_of_x = lambda n, s, expert, tile, *_: (0, tile[s], 0)
+    # If no expert has rows, a single tile is fetched.
+    tile_of_w = lambda n, s, expert, *rest: (expert[s], jnp.where(rest[-1][0] > 0, n, 0), 0)
+    whole = lambda n, s, expert, *_: (expert[s], 0, 0)
+    eight = lambda n, s, expert, *_: (expert[s] // SUBLANES, n)
     (planes, _, depth), (E, _, width) = given.x.shape, given.w.shape
-    vectors = pl.BlockSpec((min(E, SUBLANES), tiles.columns), eight)
+    vectors = pl.BlockSpec((min(E, SUBLANES), sizes.columns), eight)
     scale = None
     if form is Int8:
         scale = vectors
     elif form is Fp8:
         scale = pl.BlockSpec((1, *given.w_scale.shape[1:]), whole, memory_space=pltpu.SMEM)
     elif form is Mxfp4:
-        scale = pl.BlockSpec((1, tiles.columns, given.w_scale.shape[2]), tile_of_w)
+        scale = pl.BlockSpec((1, sizes.columns, given.w_scale.shape[2]), tile_of_w)
     return Operands(
-        pl.BlockSpec((planes, tiles.rows, depth), tile_of_x),
-        pl.BlockSpec((1, tiles.columns, width), tile_of_w),
+        pl.BlockSpec((planes, sizes.rows, depth), tile_of_x),
+        pl.BlockSpec((1, sizes.columns, width), tile_of_w),
         scale,
         None if given.bias is None else vectors,
     )
 
 
-def ragged_dot_tpu(x_MK, w_ENK, group_sizes_E, bias_EN, *, out_dtype, interpret=False) -> Array:
+def ragged_dot_tpu(
+    x_MI: Array,
+    w_EOI: Matrix,
+    group_sizes_E: Array,
+    bias_EO: Array | None,
+    *,
+    out_dtype: Any,
+    interpret: Any = False,
+) -> Array:
     """See ragged_dot."""
-    (M, K), (E, N, _) = x_MK.shape, jax.tree.leaves(w_ENK)[0].shape
-    dtype, planes = _compute_dtype(x_MK, w_ENK), 1 + isinstance(w_ENK, Mxfp4)
-    tiles = choose_tiles(x_MK, w_ENK, dtype, out_dtype)
-    assert tiles is not None
-    rows, columns = tiles
-    pairs = list_pairs(group_sizes_E, M, rows)
-    w, scale = (*jax.tree.leaves(w_ENK), None)[:2]
+    (M, n_in), (E, n_out, _) = x_MI.shape, jax.tree.leaves(w_EOI)[0].shape
+    dtype, planes = _compute_dtype(x_MI, w_EOI), _planes(w_EOI)
+    sizes = tile_sizes(x_MI, w_EOI, dtype, out_dtype)
+    assert sizes is not None
+    pairs = list_pairs(group_sizes_E, M, sizes.rows)
+    w, scale = (*jax.tree.leaves(w_EOI), None)[:2]
     if not interpret:  # else XLA may bring all of it on the chip beforehand, where that fits
         w, scale = (a if a is None else on_hbm(a) for a in (w, scale))
     operands = Operands(
-        x_MK.astype(dtype).reshape(M, K // planes, planes).transpose(2, 0, 1),
+        x_MI.astype(dtype).reshape(M, n_in // planes, planes).transpose(2, 0, 1),
         w,
         scale,
-        None if bias_EN is None else bias_EN.astype(jnp.float32),
+        None if bias_EO is None else bias_EO.astype(jnp.float32),
     )
-    grid = (pl.cdiv(N, columns), len(pairs.expert))
-    wide = [pltpu.VMEM((planes, columns, K // planes), dtype)] if w.dtype != dtype else []
-    read = min(E, M) * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(w_ENK)) // E
-    moved = read + grid[0] * x_MK.size * dtype.itemsize + M * N * jnp.dtype(out_dtype).itemsize
-    return pl.pallas_call(
-        partial(_kernel, form=type(w_ENK)),
-        out_shape=jax.ShapeDtypeStruct((M, N), out_dtype),
+    grid = (pl.cdiv(n_out, sizes.columns), len(pairs.expert))
+    wide = [pltpu.VMEM((planes, sizes.columns, n_in // planes), dtype)]
+    read = min(E, M) * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(w_EOI)) // E
+    written = M * n_out * jnp.dtype(out_dtype).itemsize
+    y_MO: Array = pl.pallas_call(
+        partial(_kernel, form=type(w_EOI)),
+        out_shape=jax.ShapeDtypeStruct((M, n_out), out_dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(pairs),
             grid=grid,
-            in_specs=[_specs(type(w_ENK), operands, tiles)],
-            out_specs=pl.BlockSpec((rows, columns), lambda n, s, expert, tile, *_: (tile[s], n)),
-            scratch_shapes=wide,
+            in_specs=[_specs(type(w_EOI), operands, sizes)],
+            out_specs=pl.BlockSpec(sizes, lambda n, s, expert, tile, *_: (tile[s], n)),
+            scratch_shapes=wide if _needs_upcast(w_EOI, dtype) else [],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=pl.CostEstimate(flops=2 * M * K * N, bytes_accessed=moved, transcendentals=0),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * M * n_in * n_out,
+            bytes_accessed=read + grid[0] * x_MI.size * dtype.itemsize + written,
+            transcendentals=0,
+        ),
         interpret=interpret,
         name="ragged_dot",
     )(*pairs, operands)
+    return y_MO
