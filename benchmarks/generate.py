@@ -13,6 +13,7 @@ weights and the filled cache, at the bandwidth of a large one-row product in the
 
 import argparse
 import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -29,7 +30,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import cli
+from common.bandwidth import experts_read, read_bandwidth, step_bytes
+from common.cli import capacity_for, configure_jax
+from common.load import load, read_shape
+from common.serve import Request, Session, cache_dtype, serve, start_session
 
 PROMPT = 128  # tokens in the cache when decoding begins
 OURS, THEIRS = "folio", "transformers"
@@ -60,43 +64,37 @@ def peak_memory() -> dict[str, float]:
 
 def our_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     """The library as its command line sets it up, and what to know about it."""
-    cli.configure_jax({}, compile_cache=True, distributed=False)
-    import jax
+    configure_jax({}, compile_cache=True, distributed=False)
+    module, began = importlib.import_module(f"{spec['model']}.model"), time.perf_counter()
+    options = dict(dtype=spec["dtype"], quant=spec["quant"], random=spec["random"])
+    model = load(module, spec["ckpt"], **options)
+    load_s = time.perf_counter() - began
+    limit, sessions = model.config.max_position_embeddings, dict[tuple[int, int], Session]()
 
-    from common.bandwidth import experts_read, read_bandwidth, step_bytes
-    from common.serve import Request, serve, start_session
-
-    argv = ["--ckpt", spec["ckpt"], "--dtype", spec["dtype"]] + ["--random"] * spec["random"]
-    args = cli.parser(spec["model"]).parse_args(argv)
-    source = cli.open_source(spec["model"], args, {})
-    weights, load_s = cli.load(source, args)
-    sessions: dict[tuple[int, int], Any] = {}
-
-    def start(slots: int, tokens: int) -> tuple[Any, Any]:
-        engine = cli.make_engine(source, args, need=tokens, prompts=slots)
-        key = (slots, engine.capacity)
-        if key not in sessions:
-            engine = engine._replace(weights=weights)
-            sessions[key] = engine, start_session(engine)
-        return sessions[key]
+    def session_for(slots: int, tokens: int) -> Session:
+        capacity = capacity_for(tokens, limit)
+        if (slots, capacity) not in sessions:
+            dtype = cache_dtype(model, spec["quant"])
+            sessions[slots, capacity] = start_session(model, slots, capacity, dtype)
+        return sessions[slots, capacity]
 
     def ids(seed: int, count: int) -> list[int]:
-        return prompt_ids(seed, count, source.config.vocab_size)
+        return prompt_ids(seed, count, model.config.vocab_size)
 
     def prefill(tokens: int, seed: int) -> dict[str, Any]:
-        engine, session = start(1, tokens + 1)
+        session = session_for(1, tokens + 1)
         for i in range(2):
             began = time.perf_counter()
-            for _ in serve(engine, [Request(ids(seed + i, tokens), 1)], (), session):
+            for _ in serve(session, [Request(ids(seed + i, tokens), 1)]):
                 pass
         return {"seconds": time.perf_counter() - began}
 
     def decode(batch: int, steps: int, seed: int) -> dict[str, Any]:
-        engine, session = start(batch, PROMPT + steps + 2)
+        session = session_for(batch, PROMPT + steps + 2)
         requests = [Request(ids(seed + i, PROMPT), steps + 2) for i in range(batch)]
         tokens: list[list[int]] = [[] for _ in requests]
         began = 0.0
-        with contextlib.closing(serve(engine, requests, (), session)) as events:
+        with contextlib.closing(serve(session, requests)) as events:
             for event in events:  # in turn: one of each request, after all have their first
                 tokens[event.request].append(event.token)
                 if event.request == batch - 1 and len(tokens[-1]) == 2:
@@ -104,20 +102,17 @@ def our_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
                 if event.request == batch - 1 and len(tokens[-1]) == steps + 2:
                     break
             seconds = time.perf_counter() - began
-        filled = (PROMPT + 1.5 + steps / 2) / engine.capacity
-        share = experts_read(source.config, batch)
-        floor = step_bytes(weights, session.state.cache, filled, share)
+        filled = (PROMPT + 1.5 + steps / 2) / session.capacity
+        share = experts_read(model.config, batch)
+        floor = step_bytes(model.weights, session.state.cache, filled, share)
         return {"seconds": seconds, "bytes": floor, "tokens": tokens[0]}
 
     def bandwidth() -> dict[str, float]:
         return {"bytes_per_s": read_bandwidth()}
 
     tasks: dict[str, Task] = dict(prefill=prefill, decode=decode, memory=peak_memory)
-    return tasks | dict(bandwidth=bandwidth), {
-        "load_s": load_s,
-        "platform": jax.devices()[0].platform,
-        "context": source.config.max_position_embeddings,
-    }
+    platform = model.mesh.devices.flat[0].platform
+    return tasks | dict(bandwidth=bandwidth), dict(load_s=load_s, platform=platform, context=limit)
 
 
 def their_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
@@ -125,8 +120,6 @@ def their_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
     from transformers.utils import logging
-
-    from common.bandwidth import experts_read
 
     logging.disable_progress_bar()
     torch.set_num_threads(cores())
@@ -361,7 +354,7 @@ def compare(args: argparse.Namespace, spec: dict[str, Any], home: str) -> dict[s
         if args.against:
             best = max((k for k in sums if k != OURS), key=lambda k: sums[k]["median"])
             points[point] |= {"best": best, "ratio": sums[OURS]["median"] / sums[best]["median"]}
-            if "tokens" in by_setting[OURS][0]:
+            if "tokens" in by_setting[OURS][0] and not spec["random"]:
                 points[point]["same"] = same_tokens(by_setting[OURS], by_setting[best])
     return {"dtype": spec["dtype"], "bandwidth": result["bandwidth"], "start": start} | {
         "points": points,
@@ -432,6 +425,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     dtypes = ["float32", "bfloat16"]
     ap.add_argument("--dtype", nargs="+", choices=dtypes, default=["bfloat16"])
+    ap.add_argument("--quant", choices=["int8"], help="of our weights and cache")
     ap.add_argument("--against", choices=[THEIRS], help="what to measure beside it, in turns")
     ap.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="B")
     ap.add_argument("--steps", type=int, default=64, metavar="N", help="tokens decoded a round")
@@ -456,10 +450,9 @@ def run(args: argparse.Namespace) -> None:
             f"--against {THEIRS} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
         )
     spec: dict[str, Any] = {"ckpt": args.ckpt or args.random_shape, "model": args.model}
-    spec["random"] = args.ckpt is None
-    options = cli.parser(args.model).parse_args(["--ckpt", spec["ckpt"]])
-    options.random = spec["random"]
-    spec["shape"] = cli.read_shape(args.model, options)[0]
+    spec |= {"random": args.ckpt is None, "quant": args.quant}
+    module = importlib.import_module(f"{args.model}.model")
+    spec["shape"] = read_shape(module, spec["ckpt"], random=spec["random"])[0]
     facts = machine(bool(args.against))
     print(f"{spec['ckpt']}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
     print(f"decode of {args.steps} tokens behind {PROMPT}; medians of {args.rounds} rounds (range)")

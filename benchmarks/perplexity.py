@@ -7,6 +7,7 @@ scored. Every product, and every read of the cache, is the one that generation u
 """
 
 import argparse
+import importlib
 import math
 import sys
 import time
@@ -15,53 +16,51 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from common import cli
+from common.cli import configure_jax
+from common.load import Model, open_model, read_weights
+from common.score import logits
+from common.serve import cache_dtype
+from common.sharding import model_shards
+from common.tokenizer import encode
 
 
 class Precision(NamedTuple):
-    """One row of the table: the options of the command line that select it."""
+    """One row of the table."""
 
     name: str
-    options: tuple[str, ...]
+    dtype: str
+    quant: str | None = None  # of the weights
+    cache: str | None = None
 
 
 PRECISIONS = (
-    Precision("float32", ("--dtype", "float32")),
-    Precision("bfloat16", ("--dtype", "bfloat16")),
-    Precision("int8 weights", ("--dtype", "bfloat16", "--quant", "int8")),
-    Precision(
-        "int8 weights, int8 cache",
-        ("--dtype", "bfloat16", "--quant", "int8", "--kv-quant", "int8"),
-    ),
+    Precision("float32", "float32"),
+    Precision("bfloat16", "bfloat16"),
+    Precision("int8 weights", "bfloat16", "int8"),
+    Precision("int8 weights, int8 cache", "bfloat16", "int8", "int8"),
 )
 
 
-def surprise(weights, tokens_BT, config, mesh, model, cache_dtype):
+def surprise(weights: Any, tokens_BT: jax.Array, model: Model, dtype: Any) -> jax.Array:
     """The sum of -log p(token | the row before it) over all tokens but the first of each row."""
-    import jax
-    import jax.numpy as jnp
-
-    from common.score import logits
-    from common.sharding import model_shards
-
-    B, T = tokens_BT.shape
-    cache = model.init_cache(config, B, T, cache_dtype, model_shards(mesh))
-    length_B = jnp.full(B, T, jnp.int32)
-    logits_BTV, _ = logits(model, weights, cache, tokens_BT, length_B, config=config, mesh=mesh)
+    (B, T), module, config, mesh = tokens_BT.shape, model.module, model.config, model.mesh
+    cache = module.init_state(config, B, T, dtype, model_shards(mesh)).cache
+    end_B = jnp.full(B, T, jnp.int32)
+    logits_BTV, _ = logits(module, weights, cache, tokens_BT, end_B, config=config, mesh=mesh)
     logits_BTV, next_BT = logits_BTV[:, :-1], tokens_BT[:, 1:]
     chosen_BT = jnp.take_along_axis(logits_BTV, next_BT[..., None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits_BTV, axis=-1) - chosen_BT).sum()
 
 
-def read_windows(source: Any, text: str, limit: int, window: int) -> np.ndarray:
+def read_windows(model: Model, text: str, limit: int, window: int) -> np.ndarray:
     """The first `limit` tokens of the text as rows of `window`, without what fills no whole row."""
-    from common.tokenizer import encode
-
-    ids = encode(source.tokenizer, text)[:limit]
-    if window > source.config.max_position_embeddings:
-        most = source.config.max_position_embeddings
+    assert model.tokenizer is not None
+    ids, most = encode(model.tokenizer, text)[:limit], model.config.max_position_embeddings
+    if window > most:
         raise ValueError(f"--window {window} is more than the model's context, {most} tokens")
     if len(ids) < window:
         raise ValueError(f"the text has {len(ids)} tokens, fewer than one window of {window}")
@@ -71,16 +70,12 @@ def read_windows(source: Any, text: str, limit: int, window: int) -> np.ndarray:
 
 def perplexity(args: argparse.Namespace, precision: Precision) -> tuple[float, int, float]:
     """(perplexity, tokens scored, seconds) of the text under one precision."""
-    import jax
-
-    options = cli.parser(args.model).parse_args(["--ckpt", args.ckpt, *precision.options])
-    source = cli.open_source(args.model, options, {})
+    module = importlib.import_module(f"{args.model}.model")
+    model = open_model(module, args.ckpt, dtype=precision.dtype, quant=precision.quant)
     text = args.text.read_text(encoding="utf-8")
-    windows = read_windows(source, text, args.tokens, args.window)
-    cache_dtype = cli.make_engine(source, options, need=args.window, prompts=1).cache_dtype
-    weights, _ = cli.load(source, options)
-    sizes = dict(config=source.config, mesh=source.mesh, model=source.model)
-    run = jax.jit(partial(surprise, cache_dtype=cache_dtype, **sizes))
+    windows = read_windows(model, text, args.tokens, args.window)
+    weights, dtype = read_weights(model).weights, cache_dtype(model, precision.cache)
+    run = jax.jit(partial(surprise, model=model, dtype=dtype))
     began = time.perf_counter()
     parts = (windows[i : i + args.batch] for i in range(0, len(windows), args.batch))
     total = sum(float(run(weights, part)) for part in parts)
@@ -101,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if args.window < 2 or args.batch < 1:
             raise ValueError("--window must be at least 2, and --batch at least 1")
-        cli.configure_jax({}, compile_cache=True, distributed=False)
+        configure_jax({}, compile_cache=True, distributed=False)
         results = []
         for precision in PRECISIONS:
             sys.stderr.write(f"{precision.name} ...\n")

@@ -31,9 +31,14 @@ def tree_bytes(tree: Any) -> int:
 
 def step_bytes(weights: Any, cache: Any, filled: float, read: Callable[[int], float]) -> float:
     """Bytes that one decode step must read: all weights but a separate embedding table, of stacks
-    of E experts the share read(E), and the filled part of the cache."""
+    of E experts the share read(E), and the filled part of the cache. Stacks are what lies under a
+    field called `experts`."""
     skipped = tree_bytes(weights.embed) if getattr(weights, "head", None) is not None else 0
-    stacks = (x for x in jax.tree.leaves(weights) if x.ndim == 3)
+    stacks = [
+        x
+        for path, x in jax.tree.leaves_with_path(weights)
+        if ".experts." in jax.tree_util.keystr(path)
+    ]
     spared = sum(x.nbytes * (1 - read(x.shape[0])) for x in stacks)
     return tree_bytes(weights) - skipped - spared + tree_bytes(cache) * filled
 

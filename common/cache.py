@@ -1,68 +1,160 @@
-"""Key/value cache arrays: dense or int8, written at positions, never read past a slot's length."""
+"""What a layer keeps of the tokens it has seen: key/value caches, written at positions and never
+read past a slot's length; and the attention that reads them."""
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import Mesh
+from jax.typing import ArrayLike, DTypeLike
 
-from common.kernels.decode_attention import ragged_decode_attention
+from common.kernels.decode_attention import FEW_QUERIES, ragged_decode_attention
+from common.kernels.dispatch import Impl
 from common.kernels.prefill_attention import prefill_attention
-from common.kernels.reference import FEW_QUERIES
-from common.quant import Int8, quantize_rows
+from common.kernels.visible import first_seen
+from common.quant import quantize_rows
+from common.sharding import DATA, TENSOR, P
+
+Array = jax.Array
 
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = float(jnp.finfo(FP8).max)
+LANES = 128  # numbers in a row of a TPU's tiles
 
 
-def empty(shape_BKSH: tuple[int, int, int, int], dtype: Any) -> jax.Array | Int8:
-    """A cache of one layer's keys or values; int8 gets a scale per token and head."""
-    if dtype == jnp.int8:
-        return Int8(jnp.zeros(shape_BKSH, jnp.int8), jnp.zeros(shape_BKSH[:3], jnp.float32))
-    return jnp.zeros(shape_BKSH, dtype)
+class KVCache(NamedTuple):
+    """Keys and values of one layer: S positions of B slots, for K heads of H numbers each."""
+
+    k: Array  # [B, K, S, H]
+    v: Array  # [B, K, S, H]
+    k_scale: Array | None  # float32 [B, K, S] of int8 keys
+    v_scale: Array | None
 
 
-def append(cache: jax.Array | Int8, new_BTKH: jax.Array, start_B: jax.Array) -> jax.Array | Int8:
-    """Writes T tokens' keys or values at the positions from start_B on; those outside [0, S) are
-    dropped."""
-    new_BKTH = new_BTKH.swapaxes(1, 2)
-    one = new_BTKH.shape[1] == 1
-    write = _write_one if one else _copy
-    if isinstance(cache, Int8):
-        values, scale = quantize_rows(new_BKTH)
-        write_scale = _select if one else _copy
-        return Int8(write(cache.values, values, start_B), write_scale(cache.scale, scale, start_B))
-    if cache.dtype == FP8:  # which has no infinity: what is too large would become NaN
+class RowCache(NamedTuple):
+    """The same where a position of a head is one row: of H numbers of value and then H of key, or
+    of a latent vector that is both.
+
+    A TPU stores rows in tiles that are 128 numbers wide. Rows of 64 would waste half of each, so
+    XLA stores such an array transposed, and then writes a token by a loop over the slots.
+    """
+
+    rows: Array  # [B, K, S, 2 * H], or [B, 1, S, C] of a latent cache
+    k_scale: Array | None  # float32 [B, K, S] of int8 rows
+    v_scale: Array | None  # None in a latent cache: that of the keys
+
+
+LayerCache = KVCache | RowCache
+
+
+def empty_cache(shape_BKSH: tuple[int, int, int, int], dtype: DTypeLike) -> LayerCache:
+    """One layer's keys and values: in rows where the width of a head is no multiple of 128."""
+    *lead, H = shape_BKSH
+    scale = partial(jnp.zeros, lead, jnp.float32) if dtype == jnp.int8 else lambda: None
+    if H % LANES:
+        return RowCache(jnp.zeros((*lead, 2 * H), dtype), scale(), scale())
+    k, v = jnp.zeros(shape_BKSH, dtype), jnp.zeros(shape_BKSH, dtype)
+    return KVCache(k, v, scale(), scale())
+
+
+def empty_latent(shape_BSC: tuple[int, int, int], dtype: DTypeLike) -> RowCache:
+    """One layer's latent vectors, which all heads share."""
+    B, S, C = shape_BSC
+    scale = jnp.zeros((B, 1, S), jnp.float32) if dtype == jnp.int8 else None
+    return RowCache(jnp.zeros((B, 1, S, C), dtype), scale, None)
+
+
+# ---- writing
+
+
+def append(cache: LayerCache, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> LayerCache:
+    """Writes the keys and values of T tokens at the positions from start_B on. Positions outside
+    [0, S) are dropped."""
+    k, k_scale = stored(k_BTKH, cache.k_scale)
+    v, v_scale = stored(v_BTKH, cache.v_scale)
+    scales = dict(
+        k_scale=write_scale(cache.k_scale, k_scale, start_B),
+        v_scale=write_scale(cache.v_scale, v_scale, start_B),
+    )
+    if isinstance(cache, RowCache):
+        row = jnp.concatenate([v, k], axis=-1)
+        return cache._replace(rows=write(cache.rows, row, start_B), **scales)
+    return cache._replace(k=write(cache.k, k, start_B), v=write(cache.v, v, start_B), **scales)
+
+
+def append_latent(cache: RowCache, latent_BTC: Array, start_B: Array) -> RowCache:
+    """Writes the latent vectors of T tokens. The positions are split over `tensor`: each device
+    keeps those of its own part."""
+    start_B = start_B - lax.axis_index(TENSOR) * cache.rows.shape[2]
+    rows, scale = stored(latent_BTC[:, :, None], cache.k_scale)
+    return cache._replace(
+        rows=write(cache.rows, rows, start_B), k_scale=write_scale(cache.k_scale, scale, start_B)
+    )
+
+
+def stored(x_BTKH: Array, scale: Array | None) -> tuple[Array, Array | None]:
+    """[B, K, T, H], and the scales [B, K, T] where a cache has some."""
+    x_BKTH = x_BTKH.swapaxes(1, 2)
+    return (x_BKTH, None) if scale is None else quantize_rows(x_BKTH)
+
+
+def write(cache_BKSH: Array, new_BKTH: Array, start_B: Array) -> Array:
+    if cache_BKSH.dtype == FP8:  # which has no infinity: what is too large would become NaN
         new_BKTH = jnp.clip(new_BKTH, -FP8_MAX, FP8_MAX)
-    return write(cache, new_BKTH.astype(cache.dtype), start_B)
+    new_BKTH = new_BKTH.astype(cache_BKSH.dtype)
+    if new_BKTH.shape[2] > 1:
+        return copy_tokens(cache_BKSH, new_BKTH, start_B)
+    if cache_BKSH.shape[-1] % LANES == 0:
+        return scatter_token(cache_BKSH, new_BKTH, start_B)
+    # Such rows a TPU stores transposed, and a scatter would transpose the whole cache twice.
+    return lax.platform_dependent(
+        cache_BKSH, new_BKTH, start_B, tpu=copy_tokens, default=scatter_token
+    )
 
 
-def _write_one(cache: jax.Array, new_BK1: jax.Array, start_B: jax.Array) -> jax.Array:
-    """One token a row."""
-    if cache.shape[-1] % 128 == 0:
-        return _scatter(cache, new_BK1, start_B)
-    # A TPU keeps narrow rows as columns, and for a scatter would copy the array there and back.
-    return lax.platform_dependent(cache, new_BK1, start_B, tpu=_copy, default=_scatter)
+def write_scale(cache_BKS: Array | None, new_BKT: Array | None, start_B: Array) -> Array | None:
+    if cache_BKS is None or new_BKT is None:
+        return None
+    one = new_BKT.shape[2] == 1
+    return (scatter_token if one else copy_tokens)(cache_BKS, new_BKT, start_B)
 
 
-def _scatter(cache: jax.Array, new_BK1: jax.Array, start_B: jax.Array) -> jax.Array:
-    # A negative index would wrap around, so an empty row's token is sent past the end instead.
-    s = jnp.where(start_B < 0, cache.shape[2], start_B)
-    return cache.at[jnp.arange(len(s)), :, s].set(new_BK1[:, :, 0], mode="drop")
+def scatter_token(cache: Array, new: Array, start_B: Array) -> Array:
+    """One token a slot: new [B, K, 1, ...] to position start_B of cache [B, K, S, ...]."""
+    S = cache.shape[2]
+    # A negative index would wrap around, so an empty slot's token is sent past the end instead.
+    at_B = jnp.where(start_B < 0, S, start_B)
+    new = new.squeeze(2)
+    return lax.platform_dependent(cache, new, at_B, tpu=scatter_rows, default=scatter_slots)
 
 
-def _select(cache_BKS: jax.Array, new_BK1: jax.Array, start_B: jax.Array) -> jax.Array:
-    # On TPU a scatter into rows of scalars may want another layout, and copy the array to it.
-    at_start = jnp.arange(cache_BKS.shape[2]) == start_B[:, None, None]
-    return jnp.where(at_start, new_BK1, cache_BKS)
+def scatter_slots(cache: Array, new: Array, at_B: Array) -> Array:
+    return cache.at[jnp.arange(len(at_B)), :, at_B].set(new, mode="drop")
 
 
-def _copy(cache: jax.Array, new: jax.Array, start_B: jax.Array) -> jax.Array:
-    """Many tokens, a contiguous copy per row: a scatter on CPU would go token by token."""
+def scatter_rows(cache: Array, new: Array, at_B: Array) -> Array:
+    """The same with slots and heads as one axis: written as above, a TPU would copy all of an int8
+    cache of several heads to a layout with its heads together, and back. For the same reason the
+    scales of a single head are one axis altogether."""
+    B, K, S, *rest = cache.shape
+    row, at, new = jnp.arange(B * K), jnp.repeat(at_B, K), new.reshape(B * K, *rest)
+    if rest or K > 1:
+        flat = cache.reshape(B * K, S, *rest).at[row, at].set(new, mode="drop")
+    else:
+        at = jnp.where(at < S, row * S + at, B * S)
+        flat = cache.reshape(B * S).at[at].set(new, mode="drop")
+    return flat.reshape(cache.shape)
+
+
+def copy_tokens(cache: Array, new: Array, start_B: Array) -> Array:
+    """Many tokens: a contiguous copy per slot, as a scatter on CPU would go token by token."""
     (S, *rest), T = cache.shape[2:], new.shape[2]
     W = min(S, T)
 
-    def write(b: jax.Array, cache: jax.Array) -> jax.Array:
+    def copy(b: Array, cache: Array) -> Array:
         start = jnp.clip(start_B[b], -T, S)
         at = jnp.clip(start, 0, S - W)
         token_W = jnp.arange(W) + at - start  # the token at each position of the window
@@ -72,38 +164,116 @@ def _copy(cache: jax.Array, new: jax.Array, start_B: jax.Array) -> jax.Array:
         moved = jnp.roll(new[b], start - at, axis=1)[None, :, :W]
         return lax.dynamic_update_slice(cache, jnp.where(mine, moved, old), window)
 
-    return lax.fori_loop(0, len(cache), write, cache)
+    return lax.fori_loop(0, len(cache), copy, cache)
+
+
+# ---- reading
 
 
 def attend(
-    q_BTNH: jax.Array,
-    k_cache: jax.Array | Int8,
-    v_cache: jax.Array | Int8,
-    length_B: jax.Array,
+    q_BTNH: Array,
+    cache: LayerCache,
+    end_B: Array,
     *,
     scale: float,
     window: int | None = None,
-    sinks_N: jax.Array | None = None,
-    implementation: str | None = None,
-) -> jax.Array:
-    """Attention of the last T of each slot's length_B tokens over its cache, causal: [B, T, N, H].
+    chunk: int | None = None,
+    sinks_N: Array | None = None,
+    implementation: Impl = None,
+) -> Array:
+    """Causal attention of T queries a slot, which stand before position end_B, over the slot's
+    cache: [B, T, N, H]. Scores and softmax are in float32.
 
-    A query sees the last `window` positions, its own included, or all. Few queries go to
-    `ragged_decode_attention` and many to `prefill_attention`, which explain the other arguments.
+    A query sees all positions up to its own; or the last `window` of them, its own included; or
+    those with the same position // chunk. Few queries go to `ragged_decode_attention` and many to
+    `prefill_attention`, which explain the other arguments.
     """
-    (k_BKSH, k_scale), (v_BKSH, v_scale) = parts(k_cache), parts(v_cache)
-    options: Any = dict(k_scale_BKS=k_scale, v_scale_BKS=v_scale, sinks_N=sinks_N)
-    options |= dict(scale=scale, implementation=implementation)
-    T = q_BTNH.shape[1]
+    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+    arrays: Any = dict(k_scale_BKS=cache.k_scale, v_scale_BKS=cache.v_scale, sinks_N=sinks_N)
+    if isinstance(cache, RowCache):
+        arrays |= dict(k_BKSH=cache.rows, v_BKSH=None, v_dim=H)
+    else:
+        arrays |= dict(k_BKSH=cache.k, v_BKSH=cache.v)
+    options: Any = dict(scale=scale, implementation=implementation)
     if T > FEW_QUERIES:
-        return prefill_attention(q_BTNH, k_BKSH, v_BKSH, length_B, window=window, **options)
-    starts = None
-    if window is not None:
-        starts = jnp.maximum(length_B[:, None] - T + jnp.arange(T) - window + 1, 0)
-    o: Any = ragged_decode_attention(q_BTNH, k_BKSH, v_BKSH, length_B, starts, **options)
+        options |= dict(window=window, chunk=chunk)
+        return prefill_attention(q_BTNH, lengths_B=end_B, **arrays, **options)
+    starts = first_seen(end_B[:, None] - T + jnp.arange(T), window, chunk)
+    o: Any = ragged_decode_attention(q_BTNH, lengths_B=end_B, starts=starts, **arrays, **options)
     return o
 
 
-def parts(cache: jax.Array | Int8) -> tuple[jax.Array, jax.Array | None]:
-    """The stored numbers and their scales, None for a dense cache."""
-    return (cache.values, cache.scale) if isinstance(cache, Int8) else (cache, None)
+def attend_latent(
+    q_BTNC: Array,
+    cache: RowCache,
+    end_B: Array,
+    *,
+    v_dim: int,
+    scale: float,
+    implementation: Impl = None,
+) -> Array:
+    """Causal attention of a device's own N heads over a latent cache whose positions are split
+    over `tensor`: [B, T, N, v_dim], the values being the first v_dim numbers of a row.
+
+    The devices of a `tensor` group gather their queries, attend to the positions that each has,
+    and merge the parts by their log-sum-exp on the way back to the heads.
+    """
+    first = lax.axis_index(TENSOR) * cache.rows.shape[2]  # position on this device
+    q_BTNC = lax.all_gather(q_BTNC, TENSOR, axis=2, tiled=True)  # own heads -> of the group
+    o_BTNC, lse_BTN = ragged_decode_attention(
+        q_BTNC,
+        cache.rows,
+        None,
+        end_B - first,
+        scale=scale,
+        k_scale_BKS=cache.k_scale,
+        v_dim=v_dim,
+        return_lse=True,
+        implementation=implementation,
+    )
+    lse_DBTN = lax.all_gather(lse_BTN, TENSOR)  # of own positions -> of each part
+    total_BTN = jax.nn.logsumexp(lse_DBTN, axis=0)
+    share_BTN = jnp.where(jnp.isneginf(total_BTN), 0, jnp.exp(lse_BTN - total_BTN))
+    o_BTNC = (o_BTNC * share_BTN[..., None]).astype(q_BTNC.dtype)
+    # partial: own positions, all heads of the group -> all positions, own heads
+    return lax.psum_scatter(o_BTNC, TENSOR, scatter_dimension=2, tiled=True)
+
+
+# ---- moving slots
+
+
+def check_insert(state: Any, prompt: Any, slot_B: ArrayLike, mesh: Mesh) -> None:
+    """ValueError for what `copy_rows` would drop or change without a word: states of different
+    capacity, dtype or mesh, and slots that a data shard does not have."""
+    slot_B = np.asarray(slot_B)
+    shards, slots, rows = mesh.shape[DATA], len(state.length_B), len(prompt.length_B)
+    kept, new = (jax.tree.map(lambda x: (x.shape[1:], x.dtype), s) for s in (state, prompt))
+    if kept != new:
+        raise ValueError("insert copies between states of one capacity and one dtype of cache")
+    if len(slot_B) != rows or slots % shards or rows % shards:
+        raise ValueError(
+            f"insert needs one slot number for each of {rows} rows, and {slots} slots and {rows} "
+            f"rows that divide over data={shards}"
+        )
+    if slot_B.min() < -1 or slot_B.max() >= slots // shards:
+        raise ValueError(
+            f"insert into slots {slot_B.tolist()}: each must be -1 or in [0, {slots // shards}), "
+            "counted within the data shard of its row"
+        )
+    numbers = slot_B.reshape(shards, -1)
+    if any(len({*row[row >= 0]}) < (row >= 0).sum() for row in numbers):
+        raise ValueError(f"insert into slots {slot_B.tolist()}: two rows go to one slot")
+
+
+@partial(jax.jit, static_argnames=("specs", "mesh"), donate_argnames="state")
+def copy_rows(state: Any, prompt: Any, slot_B: Array, *, specs: Any, mesh: Mesh) -> Any:
+    """Copies row b of `prompt` into slot slot_B[b] of the row's own data shard; -1 copies
+    nothing."""
+
+    def run(state: Any, prompt: Any, slot_B: Array) -> Any:
+        slots = len(state.length_B)
+        at_B = jnp.where(slot_B < 0, slots, slot_B)  # past the end, where writes are dropped
+        return jax.tree.map(lambda s, p: s.at[at_B].set(p, mode="drop"), state, prompt)
+
+    run = jax.shard_map(run, mesh=mesh, in_specs=(specs, specs, P(DATA)), out_specs=specs)
+    return run(state, prompt, slot_B)

@@ -1,48 +1,35 @@
 """A published Hugging Face checkpoint as sharded arrays: shard by shard, in bounded host memory.
 
-Everything is checked on the headers of the files, and all that is wrong is reported together,
-before any data is read. Then each process reads the shards of its own devices, one after the
-other, in chunks that are cast on the way: it holds one shard, in the dtype in which it goes to the
-device, and a chunk (at least a row of the first axis: of stacked experts, one expert's matrix).
-Files are read, not mapped: a mapped file that is cut short kills the process.
-Columns are picked from whole rows, as storage reads past a gap of some kilobytes in less time than
-it takes to seek over it.
+A model file's table says which stored tensor becomes which weight. Everything is checked on the
+headers of the files, and all that is wrong is reported together, before any data is read. Then each
+process reads the shards of its own devices, one after the other, in chunks that are cast on the
+way: it holds one shard, in the dtype in which it goes to the device, and a chunk (at least a row of
+the first axis: of stacked experts, one expert's matrix). Files are read, not mapped: a mapped file
+that is cut short kills the process. Columns are picked from whole rows, as storage reads past a gap
+of some kilobytes in less time than it takes to seek over it.
 """
 
 import enum
 import itertools
-import json
 import math
 import mmap
-import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from common.kernels.ragged_dot import row_major
-from common.quant import INT8, Form, Fp8, Int8, Mxfp4, Transposed, is_leaf, is_stored, specs_like
+from common.quant import FP8_BLOCK, SPECS, Matrix, Storage, Transposed
+from common.sharding import Shards, model_shards
+from common.stored import DTYPES, FLOATS, KEPT, StoredTensor, Tensors, open_tensors
+from common.weights import Weight, by_path, is_weight, published_arrays, takes
 
-FILES = [
-    *("config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
-    *("vocab.json", "merges.txt", "tiktoken.model"),
-]
-OTHER_LAYOUTS = ["*/*", "consolidated*"]  # the same weights, as the authors' own code names them
-INDEX = "model.safetensors.index.json"
-FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
-STORED = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "U8": np.dtype(np.uint8)}  # kept as they are
-DTYPES = FLOATS | STORED
-CHUNK = 1 << 20  # bytes: stays in the CPU's cache between the read and the cast
-RANDOM_STD = 0.02
+READ_BYTES = 1 << 20  # at a time: stays in the CPU's cache between the read and the cast
 
 Part = tuple[tuple[int, int], ...]  # of an array: (start, stop) along each axis
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
@@ -54,6 +41,7 @@ class Order(NamedTuple):
     axis: int
     size: int
     blocks: tuple[int, ...]
+    stored: int | None = None  # blocks of the stored tensor; those of the published weight if None
 
 
 class Axes(enum.Enum):
@@ -63,17 +51,18 @@ class Axes(enum.Enum):
     SPLIT = "the last one as two"
 
 
-class StoredTensor(NamedTuple):
-    """Where a tensor lies."""
+class Same(NamedTuple):
+    """The stored tensor repeats the weight at `path`, byte for byte, and is dropped."""
 
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str  # as the file spells it: "BF16"
-    offset: int  # bytes from the start of the file
+    path: str
 
 
-class Run(NamedTuple):
+Transform = Order | Axes | None
+Target = str | tuple[str, Transform] | Same | None  # None: known, and dropped
+Table = dict[str, Target | list[Target]]  # by stored name; a list where it feeds several weights
+
+
+class Span(NamedTuple):
     """`length` stored elements, from `start` on, that go to `to` and on."""
 
     to: int
@@ -81,11 +70,11 @@ class Run(NamedTuple):
     length: int
 
 
-class Stored(NamedTuple):
-    """The stored tensor that becomes a weight, or those that are stacked to become one."""
+class Source(NamedTuple):
+    """The stored tensor that becomes an array, or those that are stacked to become one."""
 
     tensors: tuple[StoredTensor, ...]
-    order: Order | Axes | None
+    transform: Transform
     stacked: bool
 
     @property
@@ -96,212 +85,126 @@ class Stored(NamedTuple):
 class Placement(NamedTuple):
     """What is stored and the global array that it becomes."""
 
-    stored: Stored
+    source: Source
     shape: tuple[int, ...]  # padded
     sharding: NamedSharding
 
 
-Table = dict[str, tuple[str | None, Order | Axes | None]]
+# ---- which stored tensor becomes which weight
 
 
-def locate(ckpt: str, revision: str | None = None) -> Path:
-    """`ckpt` itself if it is a directory, else where the hub's repository is downloaded to.
-
-    Raises an OSError or a ValueError of one line.
-    """
-    path = Path(os.path.expanduser(ckpt))
-    if ckpt and path.is_dir():
-        if revision is not None:
-            raise ValueError(f"{ckpt} is a local directory and has no revision {revision!r}")
-        return path
-    if path.is_file():
-        raise NotADirectoryError(f"{ckpt} is a file; a checkpoint is the directory it lies in")
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", ckpt, re.ASCII):
-        raise FileNotFoundError(f"{ckpt!r} is neither a directory nor a hub id like org/name")
-    return _download(ckpt, revision)
-
-
-def _download(repo: str, revision: str | None) -> Path:
-    # Imported here because it takes a third of a second, which a local checkpoint saves.
-    from huggingface_hub import errors, snapshot_download
-
-    wanted: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": OTHER_LAYOUTS}
-    try:
-        return Path(snapshot_download(repo, revision=revision, **wanted))
-    except errors.GatedRepoError:
-        what = f"accept the licence at https://huggingface.co/{repo} and set HF_TOKEN to your token"
-        raise PermissionError(f"{repo} is gated: {what}") from None
-    except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        what = "neither a directory here nor a repository on the hub (a private one needs HF_TOKEN)"
-        raise FileNotFoundError(f"{repo} is {what}") from None
-    except errors.RevisionNotFoundError:
-        raise FileNotFoundError(f"{repo} has no revision {revision!r} on the hub") from None
-    except errors.LocalEntryNotFoundError:
-        what = "neither a directory here nor complete in the hub's cache"
-        raise ConnectionError(
-            f"{repo} is {what}, and the hub cannot be reached; is HF_HUB_OFFLINE set?"
-        ) from None
-    except Exception as error:  # the HTTP library's, another in each version of the hub's
-        raise OSError(f"{repo}: the download failed: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def read_config(directory: str | Path) -> dict[str, Any]:
-    return _read_json(Path(directory) / "config.json")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{file.name} is missing in {file.parent}") from None
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {_first_line(error)}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} does not hold a JSON object")
-    return content
-
-
-def open_tensors(directory: str | Path) -> dict[str, StoredTensor]:
-    """The stored tensors by published name, from the headers alone.
-
-    Follows the index where there is one, else opens model.safetensors, else every *.safetensors.
-    """
-    directory = Path(directory)
-    if (directory / INDEX).exists():
-        return _open_indexed(directory)
-    single = directory / "model.safetensors"
-    files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
-    if not files:
-        pickles = sorted(f.name for f in directory.glob("*") if f.suffix in (".bin", ".pth", ".pt"))
-        only = f", only {pickles[0]}: pickles can run code and are never opened" if pickles else ""
-        raise FileNotFoundError(f"{directory} has no *.safetensors{only}")
-    tensors: dict[str, StoredTensor] = {}
-    for tensor in itertools.chain.from_iterable(read_header(file).values() for file in files):
-        if (other := tensors.setdefault(tensor.name, tensor)) is not tensor:
-            raise ValueError(f"{tensor.file}: {tensor.name} is stored in {other.file.name} as well")
-    return tensors
-
-
-def _open_indexed(directory: Path) -> dict[str, StoredTensor]:
-    weight_map = _read_json(directory / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or {type(file) for file in weight_map.values()} != {str}:
-        raise ValueError(f"{directory / INDEX} has no weight_map from tensor names to file names")
-    example = {file: name for name, file in weight_map.items()}
-    missing = [file for file in example if not (directory / file).is_file()]
-    if missing:
-        lines = (f"{directory / file} is missing; it holds {example[file]}" for file in missing)
-        raise FileNotFoundError("\n".join(lines))
-    headers = {file: read_header(directory / file) for file in example}
-    absent = [f"{directory / f} lacks {n}" for n, f in weight_map.items() if n not in headers[f]]
-    if absent:
-        raise ValueError("\n".join(f"{line}, which {INDEX} says it holds" for line in absent))
-    return {name: headers[file][name] for name, file in weight_map.items()}
-
-
-def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file; ValueError when it is damaged or cut short."""
-    size = file.stat().st_size
-    with open(file, "rb") as f:
-        start = 8 + int.from_bytes(f.read(8), "little")
-        if not 8 < start <= size:
-            raise ValueError(f"{file} is not a safetensors file, or is cut short at {size} bytes")
-        header = f.read(start - 8)
-    tensors, end = {}, start
-    try:
-        for name, entry in json.loads(header).items():
-            if name == "__metadata__":
-                continue
-            first, last = (start + int(n) for n in entry["data_offsets"])
-            shape, dtype = tuple(int(n) for n in entry["shape"]), entry["dtype"]
-            wanted = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else last - first
-            if min(shape, default=0) < 0 or not start <= first <= last or last - first != wanted:
-                raise ValueError(f"shape {list(shape)} and place of {name} disagree")
-            tensors[name] = StoredTensor(file, name, shape, dtype, first)
-            end = max(end, last)
-    except Exception as error:  # a damaged header can hold anything
-        raise ValueError(f"{file} has a damaged header: {_first_line(error)}") from None
-    if end != size:
-        raise ValueError(f"{file} has {size} bytes, its header says {end}: an incomplete download?")
-    return tensors
-
-
-def _is_shape(x: Any) -> bool:
-    return is_leaf(x) and not is_stored(x)
-
-
-def _by_path(tree: Any, leaf: Callable[[Any], bool] = _is_shape) -> dict[str, Any]:
-    """The leaves, shapes or specs, by a path like "layers.0.wq"."""
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: leaf(x) or isinstance(x, P))
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def _starred(name: str) -> tuple[str, list[str]]:
+def starred(name: str) -> tuple[str, list[str]]:
     """A name with `*` for the numbers between its dots, and the numbers."""
     words = name.split(".")
     return ".".join("*" if w.isdecimal() else w for w in words), [w for w in words if w.isdecimal()]
 
 
-def _fill(pattern: str, numbers: list[str]) -> str:
+def fill(pattern: str, numbers: list[str]) -> str:
     return pattern.replace("*", "{}").format(*numbers)
 
 
+def targets_of(name: str, table: Table) -> list[Target] | None:
+    """What a stored tensor becomes: by its own name, by a row "prefix.**" that it begins with, or
+    by its name with `*` for numbers. None if the table does not know it."""
+    pattern = starred(name)[0]
+    prefix = next((p for p in table if p.endswith(".**") and name.startswith(p[:-2])), None)
+    for key in (name, prefix, pattern):
+        if key is not None and key in table:
+            found = table[key]
+            return found if isinstance(found, list) else [found]
+    return None
+
+
 def assign(
-    tensors: dict[str, StoredTensor], table: Table, shapes: dict[str, Any]
-) -> tuple[dict[str, Stored], list[str]]:
-    """What is stored of each weight, and all that is wrong, a line each."""
-    found: dict[str, dict[int, StoredTensor]] = {path: {} for path in shapes}
+    tensors: Tensors, table: Table, arrays: dict[str, Weight]
+) -> tuple[dict[str, Source], list[str]]:
+    """The source of each array, and all that is wrong, a line each."""
+    found: dict[str, dict[int, StoredTensor]] = {path: {} for path in arrays}
     wrong: list[str] = []
     for name, tensor in tensors.items():
-        pattern, numbers = _starred(name)
-        target, order = table.get(pattern, ("", None))
-        if target is None:
-            continue
-        path, place = _fill(target, numbers), [int(n) for n in numbers[target.count("*") :]]
-        if order is Axes.SPLIT:
-            tensor = tensor._replace(shape=(*tensor.shape[:-2], math.prod(tensor.shape[-2:])))
-        if path in shapes:
-            problems = _misfits(tensor, order, shapes[path], place, found[path])
-            found[path].setdefault(sum(place), tensor)
-        else:
-            problems = ["is not a weight of this model" + f": it has no {path}" * bool(path)]
-        wrong += [f"{tensor.file.name}: {name} {problem}" for problem in problems]
-    names = {target: (name, order) for name, (target, order) in table.items()}
-    stored = {}
-    for path, leaf in shapes.items():
-        pattern, numbers = _starred(path)
-        name, order = names[pattern]
-        stacked, (shape, _) = name.count("*") > pattern.count("*"), _shape_and_dtype(leaf)
-        for i in sorted(set(range(shape[0] if stacked else 1)) - set(found[path])):
-            missing, want = _fill(name, [*numbers, str(i)]), list(shape[stacked:])
-            wrong.append(f"no file has {missing}, of shape {want}")
-        stored[path] = Stored(tuple(found[path][i] for i in sorted(found[path])), order, stacked)
-    return stored, wrong
+        targets = targets_of(name, table)
+        for target in [""] if targets is None else targets:
+            if target is None or isinstance(target, Same):
+                continue
+            pattern, transform = (target, None) if isinstance(target, str) else target
+            numbers = starred(name)[1]
+            if transform is Axes.SPLIT:
+                *lead, a, b = tensor.shape
+                tensor = tensor._replace(shape=(*lead, a * b))
+            path, expert = fill(pattern, numbers), [int(n) for n in numbers[pattern.count("*") :]]
+            if path in arrays:
+                problems = misfits(tensor, transform, arrays[path], expert, found[path])
+                found[path].setdefault(expert[0] if expert else 0, tensor)
+            else:
+                problems = ["is not a weight of this model" + f": it has no {path}" * bool(path)]
+            wrong += [f"{tensor.file.name}: {name} {problem}" for problem in problems]
+    rows = rows_by_path(table)
+    sources = {}
+    for path, array in arrays.items():
+        pattern, numbers = starred(path)
+        if pattern not in rows:
+            raise ValueError(f"the checkpoint table of the model file has no row for {pattern}")
+        name, transform = rows[pattern]
+        stacked = name.count("*") > pattern.count("*")
+        shape = array.shape[1:] if stacked else array.shape
+        for i in sorted(set(range(array.shape[0] if stacked else 1)) - set(found[path])):
+            wrong.append(f"no file has {fill(name, [*numbers, str(i)])}, of shape {list(shape)}")
+        sources[path] = Source(
+            tuple(found[path][i] for i in sorted(found[path])), transform, stacked
+        )
+    return sources, wrong
 
 
-def _misfits(
+def rows_by_path(table: Table) -> dict[str, tuple[str, Transform]]:
+    """The table the other way round: of each path the stored name and the transform."""
+    rows: dict[str, tuple[str, Transform]] = {}
+    for name, found in table.items():
+        for target in found if isinstance(found, list) else [found]:
+            if isinstance(target, str):
+                rows[target] = name, None
+            elif isinstance(target, tuple) and not isinstance(target, Same):
+                rows[target[0]] = name, target[1]
+    return rows
+
+
+def fp8_table(table: Table, projections: Collection[str], shards: Shards) -> Table:
+    """The table of a checkpoint in which the matrices with these last names are stored as 8-bit
+    floats, and their scales beside them."""
+    fp8: Table = {}
+    for name, target in table.items():
+        if name.removesuffix(".weight").split(".")[-1] not in projections:
+            fp8[name] = target
+        elif isinstance(target, str):
+            fp8[name], fp8[f"{name}_scale_inv"] = f"{target}.values", f"{target}.scale"
+        elif isinstance(target, tuple) and not isinstance(target, Same):
+            path, order = target
+            in_blocks = None  # the published order, on one device
+            if isinstance(order, Order) and shards.model > 1:
+                in_blocks = order._replace(size=order.size // FP8_BLOCK)
+            fp8[name] = f"{path}.values", order
+            fp8[f"{name}_scale_inv"] = f"{path}.scale", in_blocks
+    return fp8
+
+
+def misfits(
     tensor: StoredTensor,
-    order: Order | Axes | None,
-    leaf: Any,
-    place: list[int],
+    transform: Transform,
+    array: Weight,
+    expert: list[int],
     others: dict[int, StoredTensor],
 ) -> list[str]:
-    """Why a tensor is not what belongs into a weight, or at `place` of a stack, which holds
+    """Why a tensor is not what belongs into an array, or at place `expert` of a stack, which holds
     `others` so far."""
-    (shape, dtype), problems = _shape_and_dtype(leaf), list[str]()
-    if place and place[0] >= shape[0]:
+    shape = array.shape
+    if expert and expert[0] >= shape[0]:
         return [f"is not a weight of this model: it has {shape[0]} of them"]
-    if sum(place) in others:
-        return [f"is the same weight as {others[sum(place)].name}; which one is meant?"]
-    want = shape[len(place) :]
-    if order is Axes.SWAPPED:
-        want = (*want[:-2], want[-1], want[-2])
+    if (other := others.get(expert[0] if expert else 0)) is not None:
+        return [f"is the same weight as {other.name}; which one is meant?"]
+    want, problems = stored_shape(shape[1:] if expert else shape, transform), list[str]()
     if tensor.shape != want:
         problems.append(f"has shape {list(tensor.shape)}, but the config says {list(want)}")
-    allowed = [name for name, kept in STORED.items() if kept == dtype] or list(FLOATS)
+    kept = None if array.dtype is None else np.dtype(array.dtype)
+    allowed = [name for name, dtype in KEPT.items() if dtype == kept] or list(FLOATS)
     if tensor.dtype not in allowed:
         problems.append(f"has dtype {tensor.dtype}, but only {', '.join(allowed)} can be read")
     elif others and tensor.dtype != (first := next(iter(others.values()))).dtype:
@@ -309,12 +212,50 @@ def _misfits(
     return problems
 
 
-def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], np.dtype | None]:
-    """Of a leaf of a tree of shapes; None where the dtype is the model's."""
-    return (leaf, None) if isinstance(leaf, tuple) else (leaf.shape, np.dtype(leaf.dtype))
+def stored_shape(shape: tuple[int, ...], transform: Transform) -> tuple[int, ...]:
+    """The shape that the stored tensor of an array must have."""
+    if transform is Axes.SWAPPED:
+        return (*shape[:-2], shape[-1], shape[-2])
+    if isinstance(transform, Order) and transform.stored is not None:
+        extent = transform.stored * transform.size
+        return (*shape[: transform.axis], extent, *shape[transform.axis + 1 :])
+    return shape
 
 
-def runs(stored: int, padded: int, part: tuple[int, int], order: Order | None) -> list[Run]:
+def repeats(tensors: Tensors, table: Table, sources: dict[str, Source]) -> list[str]:
+    """What is wrong with the stored tensors that should repeat another one, a line each."""
+    wrong = []
+    for name, tensor in tensors.items():
+        for target in targets_of(name, table) or []:
+            if isinstance(target, Same):
+                original = sources[target.path].tensors[0]
+                if not same_bytes(tensor, original):
+                    wrong.append(
+                        f"{tensor.file.name}: {name} differs from {original.name}, although "
+                        "config.json ties them: set tie_word_embeddings to false to use it"
+                    )
+    return wrong
+
+
+def same_bytes(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two stored tensors hold the same numbers."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    size = math.prod(a.shape) * DTYPES[a.dtype].itemsize
+    with open(a.file, "rb") as f, open(b.file, "rb") as g:
+        for at in range(0, size, READ_BYTES):
+            chunks = np.empty((2, min(READ_BYTES, size - at)), np.uint8)
+            read_into(f, a.offset + at, chunks[0])
+            read_into(g, b.offset + at, chunks[1])
+            if not np.array_equal(*chunks):
+                return False
+    return True
+
+
+# ---- reading
+
+
+def spans(stored: int, padded: int, part: tuple[int, int], order: Order | None) -> list[Span]:
     """What fills a part of one padded axis; the rest is zeros."""
     source = np.arange(max(stored, padded))
     source[stored:] = -2  # zeros; not -1, which 0 would seem to continue
@@ -326,39 +267,40 @@ def runs(stored: int, padded: int, part: tuple[int, int], order: Order | None) -
     source = source[slice(*part)]
     starts = np.flatnonzero(np.diff(source, prepend=-2) != 1)
     lengths = np.diff(starts, append=len(source))
-    found = (Run(int(i), int(source[i]), int(n)) for i, n in zip(starts, lengths, strict=True))
-    return [run for run in found if run.start >= 0]
+    found = (Span(int(i), int(source[i]), int(n)) for i, n in zip(starts, lengths, strict=True))
+    return [span for span in found if span.start >= 0]
 
 
 def read_shard(placement: Placement, part: Part, dtype: np.dtype) -> np.ndarray:
     """One part of the padded and reordered array, in `dtype`."""
-    (tensors, order, stacked), padded, _ = placement
-    out = _zeros([stop - start for start, stop in part], dtype)
+    (tensors, transform, stacked), padded, _ = placement
+    out = zeros([stop - start for start, stop in part], dtype)
     if not stacked:
-        _read(tensors[0], order, padded, part, out)
+        read_tensor(tensors[0], transform, padded, part, out)
         return out
     for tensor, into in zip(tensors[slice(*part[0])], out, strict=True):
-        _read(tensor, order, padded[1:], part[1:], into)
+        read_tensor(tensor, transform, padded[1:], part[1:], into)
     return out
 
 
-def _read(
+def read_tensor(
     tensor: StoredTensor,
-    order: Order | Axes | None,
+    transform: Transform,
     padded: tuple[int, ...],
     part: Part,
     out: np.ndarray,
 ) -> None:
     """Fills `out` with one part of a padded and reordered tensor."""
-    if order is Axes.SWAPPED:
+    if transform is Axes.SWAPPED:
         out, padded = out.swapaxes(-1, -2), (*padded[:-2], padded[-1], padded[-2])
         part = (*part[:-2], part[-1], part[-2])
+    order = transform if isinstance(transform, Order) else None
     rows, *columns = (
-        runs(n, m, p, order if isinstance(order, Order) and order.axis == axis else None)
+        spans(n, m, p, order if order is not None and order.axis == axis else None)
         for axis, (n, m, p) in enumerate(zip(tensor.shape, padded, part, strict=True))
     )
     row_bytes = math.prod(tensor.shape[1:]) * DTYPES[tensor.dtype].itemsize
-    step = max(1, CHUNK // row_bytes)
+    step = max(1, READ_BYTES // row_bytes)
     scratch = np.empty((step, *tensor.shape[1:]), DTYPES[tensor.dtype])
     with open(tensor.file, "rb") as f:
         for to, start, length in rows:
@@ -378,7 +320,7 @@ def read_into(file: BinaryIO, offset: int, out: np.ndarray) -> None:
         raise ValueError(f"{file.name} became shorter while it was read")
 
 
-def _zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+def zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Zeros in pages of their own, which jax on CPU takes over, as they are aligned.
 
     Shards on the heap leave holes that later arrays half fill: an int8 model took a fifth more.
@@ -397,8 +339,8 @@ def local_parts(placement: Placement) -> dict[Part, list[jax.Device]]:
     return parts
 
 
-def _stored_bytes(placement: Placement, part: Part) -> int:
-    return math.prod(stop - start for start, stop in part) * placement.stored.dtype.itemsize
+def stored_bytes(placement: Placement, part: Part) -> int:
+    return math.prod(stop - start for start, stop in part) * placement.source.dtype.itemsize
 
 
 def load_array(placement: Placement, dtype: np.dtype, advance: Callable[[int], None]) -> jax.Array:
@@ -407,19 +349,26 @@ def load_array(placement: Placement, dtype: np.dtype, advance: Callable[[int], N
         host = read_shard(placement, part, dtype)
         shards += jax.block_until_ready([jax.device_put(host, device) for device in devices])
         del host  # on CPU the device's memory by now, elsewhere free before the next shard is read
-        advance(_stored_bytes(placement, part))
+        advance(stored_bytes(placement, part))
     return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, shards)
 
 
-@partial(jax.jit, static_argnames=("form", "dtype", "mesh", "spec"))
-def convert(w: Any, form: Form, dtype: Any, mesh: Mesh, spec: P) -> Any:
-    """Every device converts its own part of a matrix, plain or Transposed."""
+# ---- from files to weights
 
-    def run(w: Any) -> Any:
-        return form.convert(w.values.swapaxes(-1, -2) if isinstance(w, Transposed) else w, dtype)
 
-    in_specs = specs_like(w, spec)
-    return jax.shard_map(run, mesh=mesh, in_specs=(in_specs,), out_specs=form.spec(spec))(w)
+@partial(jax.jit, static_argnames=("spec", "storage", "dtype", "mesh"))
+def convert(
+    w: Matrix, spec: PartitionSpec, storage: Storage, dtype: np.dtype, mesh: Mesh
+) -> Matrix:
+    """Every device stores its own part of a matrix, plain or Transposed, in another way."""
+
+    def run(w: Any) -> Matrix:
+        plain = w.values.swapaxes(-1, -2) if isinstance(w, Transposed) else w
+        return storage.convert(plain, dtype)
+
+    in_specs = SPECS[Transposed](spec) if isinstance(w, Transposed) else spec
+    run = jax.shard_map(run, mesh=mesh, in_specs=(in_specs,), out_specs=storage.specs(spec))
+    return run(w)
 
 
 def rows_together(tree: Any) -> Any:
@@ -434,45 +383,32 @@ def rows_together(tree: Any) -> Any:
     return jax.tree.map(place, tree)
 
 
-def _takes(form: Form | None, shape: Any, spec: P) -> bool:
-    """Whether a weight is stored in `form`: matrices are, and stacks of matrices if it is INT8;
-    unless they are quantised already or, as routers are, so small that every device has all."""
-    dense = shape.values if isinstance(shape, Transposed) else shape
-    axes = len(dense) if type(dense) is tuple else 0  # not of what has a form already
-    return form is not None and any(spec) and (axes == 2 or (axes == 3 and form is INT8))
-
-
 def load_weights(
     directory: str | Path,
-    table: Table,
-    shapes: Any,
-    padded_shapes: Any,
-    specs: Any,
+    model: Any,
+    config: Any,
     mesh: Mesh,
-    dtype: Any,
+    dtype: DTypeLike,
     *,
-    form: Form | None = None,
+    storage: Storage | None = None,
     progress: Progress | None = None,
 ) -> Any:
-    """The weights in `directory`, on `mesh` as `specs` say, in `dtype`, the matrices in `form`.
-
-    `table`: published name, `*` for its numbers -> (path in the weights, None to drop it; Order).
-    `shapes` are what is stored, `padded_shapes` what the devices hold: zeros at the end, or where
-    the Order says. A name with one `*` more than its path is that of one of a stack of matrices.
-    What has a dtype of its own among the shapes keeps it.
+    """The weights in `directory` on `mesh`, as the model file lays them out: in `dtype`, but for
+    what has its own; and the matrices in `storage`.
 
     ValueError names every unknown, missing and unfitting tensor, a line each.
     """
-    stored, padded = _by_path(shapes), _by_path(padded_shapes)
-    spec = _by_path(specs_like(padded_shapes, specs))
-    found, wrong = assign(open_tensors(directory), table, stored)
-    if wrong:
+    shards, tensors = model_shards(mesh), open_tensors(directory)
+    table, layout = model.checkpoint_table(config, shards), model.weight_layout(config, shards)
+    published = stored_layout(model.weight_layout(config))
+    sources, wrong = assign(tensors, table, by_path(published))
+    if wrong or (wrong := repeats(tensors, table, sources)):
         raise ValueError("\n".join(wrong))
     placements = {
-        p: Placement(found[p], _shape_and_dtype(padded[p])[0], NamedSharding(mesh, spec[p]))
-        for p in stored
+        path: Placement(sources[path], array.shape, NamedSharding(mesh, array.spec))
+        for path, array in by_path(stored_layout(layout)).items()
     }
-    total = sum(_stored_bytes(x, part) for x in placements.values() for part in local_parts(x))
+    total = sum(stored_bytes(x, part) for x in placements.values() for part in local_parts(x))
     done = 0
 
     def advance(count: int) -> None:
@@ -481,31 +417,37 @@ def load_weights(
         if progress is not None:
             progress(done, total)
 
-    def load(path: str, shape: Any, spec: P) -> Any:
-        formed = _takes(form, shape, spec)
+    def load(path: str, weight: Weight) -> Any:
+        chosen = takes(weight, storage)
 
-        def array(path: str) -> jax.Array:
-            own = _shape_and_dtype(stored[path])[1] or np.dtype(dtype)
+        def array(path: str, declared: Weight) -> jax.Array:
+            own = np.dtype(dtype if declared.dtype is None else declared.dtype)
             # What is quantised is what was stored, not what that is after rounding to `dtype`.
-            return load_array(placements[path], found[path].dtype if formed else own, advance)
+            return load_array(placements[path], sources[path].dtype if chosen else own, advance)
 
-        if is_stored(shape):
-            weight = type(shape)(*(array(f"{path}.{field}") for field in shape._fields))
+        fields = published_arrays(weight)
+        if is_weight(fields):
+            loaded = array(path, fields)
         else:
-            weight = array(path)
-        if formed:
-            weight = convert(weight, form, np.dtype(dtype), mesh, spec)
-        return jax.block_until_ready(rows_together(weight))
+            named = zip(fields._fields, fields, strict=True)
+            loaded = type(fields)(*(array(f"{path}.{name}", x) for name, x in named))
+        if chosen and storage is not None:
+            loaded = convert(loaded, weight.spec, storage, np.dtype(dtype), mesh)
+        return jax.block_until_ready(rows_together(loaded))
 
     def place(path: str) -> tuple[Path, int]:
-        first = found[path if path in found else f"{path}.values"].tensors[0]
+        first = sources[path if path in sources else f"{path}.values"].tensors[0]
         return first.file, first.offset
 
-    shape_of, spec_of = _by_path(shapes, is_leaf), _by_path(specs)
-    order = sorted(shape_of, key=place)
-    weights = {path: load(path, shape_of[path], spec_of[path]) for path in order}
-    structure = jax.tree.structure(shapes, is_leaf=is_leaf)
-    return jax.tree.unflatten(structure, [weights[path] for path in shape_of])
+    declared = by_path(layout)
+    weights = {path: load(path, declared[path]) for path in sorted(declared, key=place)}
+    structure = jax.tree.structure(layout, is_leaf=is_weight)
+    return jax.tree.unflatten(structure, [weights[path] for path in declared])
+
+
+def stored_layout(layout: Any) -> Any:
+    """The declared weights as the arrays in which a checkpoint holds them."""
+    return jax.tree.map(published_arrays, layout, is_leaf=is_weight)
 
 
 def progress_bar(stream: TextIO) -> Progress:
@@ -519,66 +461,3 @@ def progress_bar(stream: TextIO) -> Progress:
             stream.flush()
 
     return draw
-
-
-def _noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Any int32 numbers: a hash of their place (Wellons' lowbias32). jax.random is 15 times slower
-    on CPU, and needs 16 bytes of temporary memory a number."""
-    x = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + jax.random.bits(key)
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return lax.bitcast_convert_type(x ^ (x >> 16), jnp.int32)
-
-
-@partial(jax.jit, static_argnames=("shape", "spec", "mesh", "dtype", "form"))
-def random_weight(key: Any, shape: Any, spec: P, mesh: Mesh, dtype: Any, form: Form | None) -> Any:
-    """One weight: ones for a vector, else uniform numbers of standard deviation RANDOM_STD."""
-    form = form if _takes(form, shape, spec) else None
-    specs = specs_like(shape, spec)
-    out_specs = form.spec(spec) if form else specs
-
-    def local(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
-        whole, own = _shape_and_dtype(leaf)
-        part = NamedSharding(mesh, spec).shard_shape(whole)
-        return jax.ShapeDtypeStruct(part, own or dtype)
-
-    part = jax.tree.map(local, shape, specs, is_leaf=_is_shape)
-
-    def make(key: jax.Array) -> Any:
-        for axis in jax.tree.leaves(tuple(spec)):
-            key = jax.random.fold_in(key, lax.axis_index(axis))
-        if isinstance(part, Mxfp4):
-            values = (_noise(key, part.values.shape) >> 24).astype(jnp.uint8)
-            return Mxfp4(values, jnp.full(part.scale.shape, 120, jnp.uint8))  # 2 ** -7 * 2.9
-        dense = part.values if is_stored(part) else part
-        if dense.ndim == 1:
-            return jnp.ones(dense.shape, dense.dtype)
-        if form is INT8:
-            *lead, out, into = dense.shape[::-1] if isinstance(part, Transposed) else dense.shape
-            # Odd, so that they balance around zero.
-            values = ((_noise(key, (*lead, out, into)) >> 25) * 2 + 1).astype(jnp.int8)
-            step = RANDOM_STD * math.sqrt(3 / (128**2 - 1))
-            return Int8(values, jnp.full((*lead, 1, out), step, jnp.float32))
-        w = _noise(key, dense.shape).astype(jnp.float32) * (RANDOM_STD * math.sqrt(3) / 2**31)
-        if isinstance(part, Fp8):
-            largest = RANDOM_STD * math.sqrt(3)
-            scale = jnp.full(part.scale.shape, largest / 448, jnp.float32)
-            return Fp8((w * (448 / largest)).astype(dense.dtype), scale)
-        w = w.astype(dense.dtype)
-        if isinstance(part, Transposed):
-            return Transposed(w) if form is None else form.convert(w.T, dtype)
-        return form.convert(w, dtype) if form else w
-
-    return jax.shard_map(make, mesh=mesh, in_specs=P(), out_specs=out_specs)(key)
-
-
-def random_weights(
-    padded_shapes: Any, specs: Any, mesh: Mesh, dtype: Any, seed: int, form: Form | None = None
-) -> Any:
-    """Weights laid out as by `load_weights`, but random; each device makes its own part."""
-    key, spec = jax.random.key(seed), _by_path(specs)
-    weights = []
-    for i, (path, shape) in enumerate(_by_path(padded_shapes, is_leaf).items()):
-        leaf_key = jax.random.fold_in(key, i)
-        weights.append(random_weight(leaf_key, shape, spec[path], mesh, np.dtype(dtype), form))
-    return jax.tree.unflatten(jax.tree.structure(padded_shapes, is_leaf=is_leaf), weights)

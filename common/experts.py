@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from common.kernels.reference import vary_like
-from common.sharding import EXPERT
+from common.sharding import EXPERT, vary_like
 
 
 class Groups(NamedTuple):

@@ -66,7 +66,6 @@ def sample(
     logits_BV: Array,
     sampling: Sampling,
     position_B: Array,
-    *,
     vocab_size: int,
     axes: tuple[str, ...],
 ) -> Array:

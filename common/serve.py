@@ -1,30 +1,32 @@
-"""The serving loop: prompts in, tokens out, more prompts than slots queue.
+"""The serving loop: prompts in, tokens out; more prompts than slots queue.
 
-Works with any module that has the names of a model file (`prefill`, `insert`, `generate`,
-`init_state`, ...). One prompt per `data` shard is read at a time, in chunks whose lengths come from
-a short list of buckets; then its cache is inserted into a free slot, and all filled slots decode
-together. The step after the one whose tokens are being looked at is already under way, so the host
-costs no time.
+A session holds B slots. One prompt per `data` shard is read at a time, in chunks whose lengths come
+from a short list of buckets; its cache is then inserted into a free slot, and all filled slots
+decode together. Step t + 1 is dispatched before step t's tokens are fetched, so that host work
+overlaps device work.
 """
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
+from common.kernels.dispatch import Impl
+from common.load import Model
 from common.sampling import sampling_params
-from common.sharding import DATA, model_shards
+from common.sharding import DATA, P, model_shards
 
-CHUNK = 512  # prompt tokens read at once: bound by arithmetic, and in need of little memory
+PROMPT_CHUNK = 512  # tokens read at once: bound by arithmetic, and in need of little memory
 SMALLEST_BUCKET = 32
 
 
@@ -40,6 +42,9 @@ class Request(NamedTuple):
     seed: int = 0
 
 
+NO_REQUEST = Request((), 1)
+
+
 class Event(NamedTuple):
     """One new token of a request; `finish` is "stop", "length" or None when more will come."""
 
@@ -48,24 +53,11 @@ class Event(NamedTuple):
     finish: str | None
 
 
-class Engine(NamedTuple):
-    """A model on its mesh, with the shapes that its compiled programs have."""
-
-    model: ModuleType
-    config: Any
-    mesh: Mesh
-    weights: Any
-    slots: int
-    capacity: int
-    cache_dtype: Any
-    implementation: str | None = None
-
-
 @dataclass
 class Stats:
     """Seconds and tokens, counted by `serve` as it goes."""
 
-    compile_s: float = 0.0
+    compile_s: float = 0.0  # of calls in which a program was compiled
     first_token_s: float = 0.0  # from the call of `serve` to its first token, compilation included
     prefill_s: float = 0.0
     prefill_tokens: int = 0
@@ -78,36 +70,56 @@ class Stats:
 
 @dataclass
 class Session:
-    """What outlives one `serve` call: the slots, the prompts' cache, the tokens it holds, the
-    compiled programs."""
+    """A model with slots to decode in, and what outlives one call of `serve`."""
 
-    state: Any  # the model's DecodeState
-    prompts: Any  # a DecodeState of one row per data shard, in which prompts are read
-    held: list[list[int]]  # by row of `prompts`
-    programs: dict[Any, Any]
-    stats: Stats
+    model: Model
+    slots: int
+    capacity: int  # positions of a slot
+    implementation: Impl
+    state: Any  # the model file's DecodeState of all slots
+    prompts: Any  # a DecodeState of one slot per data shard, in which prompts are read
+    held: list[list[int]]  # the tokens that each slot of `prompts` holds
+    stats: Stats = field(default_factory=Stats)
 
 
-def start_session(engine: Engine) -> Session:
-    """Allocates the slots and the prompts' cache on the mesh."""
-    model, mesh, rows = engine.model, engine.mesh, engine.mesh.shape[DATA]
-    if engine.slots % rows:
-        raise ValueError(f"{engine.slots} slots cannot be split evenly over data={rows}")
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.STATE_SPEC)
-    shape = dict(capacity=engine.capacity, dtype=engine.cache_dtype, shards=model_shards(mesh))
-    make = partial(model.init_state, engine.config, **shape)
+def cache_dtype(model: Model, quant: str | None = None) -> jnp.dtype:
+    """The dtype of a cache: int8 if asked for, else that of the model; but float32 on CPU, whose
+    compiler rewrites all of a bfloat16 cache at every update of it."""
+    if quant is not None:
+        return jnp.dtype(quant)
+    return jnp.dtype("float32") if model.on_cpu else model.dtype
+
+
+def start_session(
+    model: Model,
+    slots: int,
+    capacity: int,
+    dtype: DTypeLike | None = None,
+    implementation: Impl = None,
+) -> Session:
+    """Allocates `slots` slots of `capacity` positions on the model's mesh, with a cache of `dtype`
+    (see `cache_dtype`)."""
+    module, mesh, rows = model.module, model.mesh, model.mesh.shape[DATA]
+    if slots < 1 or slots % rows:
+        raise ValueError(f"{slots} slots cannot be split evenly over data={rows}")
+    dtype = cache_dtype(model) if dtype is None else jnp.dtype(dtype)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), module.STATE_SPEC)
+    shape = dict(capacity=capacity, dtype=dtype, shards=model_shards(mesh))
+    make = partial(module.init_state, model.config, **shape)
     state, prompts = (
-        jax.jit(partial(make, slots=n), out_shardings=shardings)() for n in (engine.slots, rows)
+        jax.jit(partial(make, slots=n), out_shardings=shardings)() for n in (slots, rows)
     )
-    return Session(state, prompts, [[] for _ in range(rows)], {}, Stats())
+    return Session(
+        model, slots, capacity, implementation, state, prompts, [[] for _ in range(rows)]
+    )
 
 
 def buckets(count: int) -> list[int]:
     """The lengths in which `count` prompt tokens are read: whole chunks, then the smallest power of
     two that fits."""
-    whole, rest = divmod(count, CHUNK)
+    whole, rest = divmod(count, PROMPT_CHUNK)
     last = max(SMALLEST_BUCKET, 1 << (rest - 1).bit_length()) if rest else 0
-    return [CHUNK] * whole + [last] * (rest > 0)
+    return [PROMPT_CHUNK] * whole + [last] * (rest > 0)
 
 
 def check_request(request: Request, capacity: int, name: str = "the prompt") -> None:
@@ -129,47 +141,26 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     )
 
 
-def _call(session: Session, key: Any, function: Any, *args: Any, **static: Any) -> Any:
-    """Calls a jitted function through a program compiled once per `key`, and counts the seconds
-    that took."""
-    if key not in session.programs:
-        began = time.perf_counter()
-        session.programs[key] = function.lower(*args, **static).compile()
-        session.stats.compile_s += time.perf_counter() - began
-    return session.programs[key](*args)
+compilations = 0  # programs that XLA compiled in this process
 
 
-def _read_prompts(
-    engine: Engine, session: Session, requests: Sequence[Request | None], reuse_multiple: int
-) -> Any:
-    """Prefills one prompt per data shard (None: that shard has none): the prompts as a DecodeState
-    of their rows."""
-    prompts = [list(r.prompt) if r else [] for r in requests]
-    same = [common_prefix(p[:-1], held) for p, held in zip(prompts, session.held, strict=True) if p]
-    start = min(same) // reuse_multiple * reuse_multiple
-    session.held = [[] for _ in prompts]  # should this be interrupted
-    session.stats.cached_tokens += start * len(same)
-    session.stats.prefill_tokens += sum(len(p) - start for p in prompts if p)
-    columns = zip(*((r or Request([], 1))[2:] for r in requests), strict=True)
-    sampling = sampling_params(len(requests), *map(list, columns))
-    static = dict(config=engine.config, mesh=engine.mesh, implementation=engine.implementation)
-    rows = session.prompts
-    for bucket in buckets(max(map(len, prompts)) - start):
-        parts = [p[start : start + bucket] for p in prompts]
-        tokens = np.array([part + [0] * (bucket - len(part)) for part in parts], np.int32)
-        starts, counts = (
-            np.full(len(parts), start, np.int32),
-            np.array([*map(len, parts)], np.int32),
-        )
-        args = (engine.weights, rows.cache, tokens, starts, counts, sampling)
-        cache, token_B = _call(session, ("prefill", bucket), engine.model.prefill, *args, **static)
-        rows = session.prompts = rows._replace(cache=cache, token_B=token_B)
-        start += bucket
-    session.held = prompts
-    lengths = np.array([*map(len, prompts)], np.int32)
-    return rows._replace(
-        length_B=jax.device_put(lengths, rows.length_B.sharding), sampling=sampling
-    )
+def _count_compilation(event: str, duration_secs: float, **_: Any) -> None:
+    global compilations
+    if event.endswith("backend_compile_duration"):
+        compilations += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+
+
+@contextlib.contextmanager
+def timed(stats: Stats, phase: str) -> Iterator[None]:
+    """Adds the seconds of its body to a field of `stats`, or to those of compilation if a program
+    was compiled in it."""
+    began, before = time.perf_counter(), compilations
+    yield
+    phase = phase if compilations == before else "compile_s"
+    setattr(stats, phase, getattr(stats, phase) + time.perf_counter() - began)
 
 
 def fetch(array: jax.Array) -> np.ndarray:
@@ -179,16 +170,18 @@ def fetch(array: jax.Array) -> np.ndarray:
     return np.asarray(array)
 
 
-class _Running(NamedTuple):
+class Running(NamedTuple):
+    """The request in a slot."""
+
     request: int
     left: int  # tokens that it may still produce
     length: int  # tokens of prompt and text so far
 
 
-def _admit(
+def admit(
     requests: Sequence[Request],
     waiting: deque[int],
-    running: dict[int, _Running],
+    running: dict[int, Running],
     rows: int,
     per_row: int,
 ) -> dict[int, tuple[int, int]]:
@@ -202,63 +195,83 @@ def _admit(
     for row in range(rows):
         free = [s for s in range(row * per_row, (row + 1) * per_row) if s not in running]
         together = [request for request, _ in entering.values()] + list(waiting)[:1]
-        if (
-            free
-            and waiting
-            and len({tuple(buckets(len(requests[i].prompt))) for i in together}) == 1
-        ):
+        lengths = {tuple(buckets(len(requests[i].prompt))) for i in together}
+        if free and waiting and len(lengths) == 1:
             entering[row] = (waiting.popleft(), free[0])
     return entering
 
 
-def _enter(
-    engine: Engine, session: Session, requests: Sequence[Request], entering: Any, reuse: int
+def read_prompts(
+    session: Session, requests: Sequence[Request], entering: dict[int, tuple[int, int]], reuse: int
 ) -> np.ndarray:
-    """Reads the prompts in `entering` and inserts them into their slots: the first token of each
-    row."""
-    began, compiled, stats = time.perf_counter(), session.stats.compile_s, session.stats
-    rows = range(len(session.held))
-    batch = [requests[entering[r][0]] if r in entering else None for r in rows]
-    prompts = _read_prompts(engine, session, batch, reuse)
-    slots = np.array([entering[r][1] if r in entering else -1 for r in rows], np.int32)
-    session.state = _call(
-        session, "insert", engine.model.insert, session.state, prompts, slots, mesh=engine.mesh
+    """Prefills the prompts that are `entering` and inserts them into their slots: the first token
+    of each data shard's prompt. What the cache holds already is not read again, in multiples of
+    `reuse` tokens."""
+    model, stats, rows = session.model, session.stats, len(session.held)
+    batch = [requests[entering[r][0]] if r in entering else NO_REQUEST for r in range(rows)]
+    prompts = [list(request.prompt) for request in batch]
+    same = [common_prefix(p[:-1], held) for p, held in zip(prompts, session.held, strict=True) if p]
+    start = min(same) // reuse * reuse
+    session.held = [[] for _ in prompts]  # should this be interrupted
+    stats.cached_tokens += start * len(same)
+    stats.prefill_tokens += sum(len(p) - start for p in prompts if p)
+    static: Any = dict(config=model.config, mesh=model.mesh, implementation=session.implementation)
+    place = partial(jax.device_put, device=NamedSharding(model.mesh, P(DATA)))
+    columns = zip(*(request[2:] for request in batch), strict=True)
+    session.prompts = session.prompts._replace(
+        length_B=place(np.array([start if p else 0 for p in prompts], np.int32)),
+        sampling=place(sampling_params(rows, *map(list, columns))),
     )
-    tokens = fetch(prompts.token_B)
-    stats.prefill_s += time.perf_counter() - began - (stats.compile_s - compiled)
-    return tokens
+    for bucket in buckets(max(map(len, prompts)) - start):
+        parts = [p[start : start + bucket] for p in prompts]
+        tokens = np.array([part + [0] * (bucket - len(part)) for part in parts], np.int32)
+        counts = np.array([*map(len, parts)], np.int32)
+        with timed(stats, "prefill_s"):
+            session.prompts = model.module.prefill(
+                model.weights, session.prompts, place(tokens), place(counts), **static
+            )
+        start += bucket
+    with timed(stats, "prefill_s"):
+        first = fetch(session.prompts.token_B)
+    session.held = prompts
+    per_row = session.slots // rows
+    slot_B = [entering[r][1] % per_row if r in entering else -1 for r in range(rows)]
+    with timed(stats, "prefill_s"):
+        session.state = model.module.insert(
+            session.state, session.prompts, np.array(slot_B, np.int32), mesh=model.mesh
+        )
+    return first
 
 
-def _step(engine: Engine, session: Session) -> jax.Array:
-    """Starts one decode step of all slots: its tokens, which may still be under way."""
-    static = dict(config=engine.config, mesh=engine.mesh, implementation=engine.implementation)
-    session.state, token_B = _call(
-        session, "generate", engine.model.generate, engine.weights, session.state, **static
-    )
+def step(session: Session) -> jax.Array:
+    """Dispatches one decode step of all slots: a copy of its tokens, as the next step takes the
+    state's own."""
+    model = session.model
+    static: Any = dict(config=model.config, mesh=model.mesh, implementation=session.implementation)
+    session.state = model.module.generate(model.weights, session.state, **static)
     session.stats.decode_steps += 1
-    return token_B
+    return jnp.copy(session.state.token_B)
 
 
 @partial(jax.jit, static_argnames="sharding")
-def _keep(length_B: jax.Array, keep_B: jax.Array, sharding: Any) -> jax.Array:
+def keep(length_B: jax.Array, keep_B: jax.Array, sharding: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(jnp.where(keep_B, length_B, 0), sharding)
 
 
-def _empty_others(session: Session, running: dict[int, _Running]) -> None:
+def empty_others(session: Session, running: dict[int, Running]) -> None:
     """Frees every slot that is not running."""
     length_B = session.state.length_B
     keep_B = np.isin(np.arange(length_B.shape[0]), list(running))
     session.state = session.state._replace(
-        length_B=_keep(length_B, keep_B, sharding=length_B.sharding)
+        length_B=keep(length_B, keep_B, sharding=length_B.sharding)
     )
 
 
 def serve(
-    engine: Engine,
-    requests: Sequence[Request],
-    stop_ids: Collection[int],
     session: Session,
-    reuse_multiple: int = CHUNK,
+    requests: Sequence[Request],
+    stop_ids: Collection[int] = (),
+    reuse_multiple: int = PROMPT_CHUNK,
 ) -> Generator[Event, None, None]:
     """Yields the tokens of all requests as they are made; ValueError if one cannot be served.
 
@@ -268,50 +281,50 @@ def serve(
     passes 1.
     """
     for i, request in enumerate(requests):
-        check_request(request, engine.capacity, f"prompt {i + 1}")
-    rows, stats, began = engine.mesh.shape[DATA], session.stats, time.perf_counter()
-    waiting, running = deque(range(len(requests))), dict[int, _Running]()
-    ahead: tuple[jax.Array, dict[int, int]] | None = None  # tokens under way, and whose they are
+        check_request(request, session.capacity, f"prompt {i + 1}")
+    rows, stats, began = len(session.held), session.stats, time.perf_counter()
+    waiting, running = deque(range(len(requests))), dict[int, Running]()
+    ahead: tuple[jax.Array, dict[int, int]] | None = None  # tokens not fetched yet, and whose
 
     def book(slot: int, token: int) -> Event:
         request, left, length = running.pop(slot)
         finish = "stop" if token in stop_ids else "length" if left == 1 else None
         if finish is None:
-            running[slot] = _Running(request, left - 1, length + 1)
+            running[slot] = Running(request, left - 1, length + 1)
         return Event(request, token, finish)
 
     try:
         while waiting or running:
             while waiting and (
-                entering := _admit(requests, waiting, running, rows, engine.slots // rows)
+                entering := admit(requests, waiting, running, rows, session.slots // rows)
             ):
-                tokens = _enter(engine, session, requests, entering, reuse_multiple)
+                tokens = read_prompts(session, requests, entering, reuse_multiple)
                 stats.first_token_s = stats.first_token_s or time.perf_counter() - began
                 for row, (i, slot) in entering.items():
                     length = len(requests[i].prompt)
-                    room = engine.capacity - length + 1  # the last token needs no place in it
+                    room = session.capacity - length + 1  # the last token needs no place in it
                     left = min(requests[i].max_new_tokens, room)
-                    running[slot] = _Running(i, left, length)
+                    running[slot] = Running(i, left, length)
                     yield book(slot, int(tokens[row]))
-                _empty_others(session, running)
-            start, compiled, produced = time.perf_counter(), stats.compile_s, []
-            behind, ahead = ahead, None
-            if running:
-                ahead = (_step(engine, session), {slot: r.request for slot, r in running.items()})
-                filled = sum(r.length + 1 for r in running.values())
-                stats.filled += filled / (engine.slots * engine.capacity)
-            if behind:
-                tokens = fetch(behind[0])
-                produced = [
-                    (s, int(tokens[s]))
-                    for s, i in behind[1].items()
-                    if s in running and running[s].request == i
-                ]
-            stats.decode_s += time.perf_counter() - start - (stats.compile_s - compiled)
+                empty_others(session, running)
+            produced: list[tuple[int, int]] = []
+            with timed(stats, "decode_s"):
+                behind, ahead = ahead, None
+                if running:
+                    ahead = step(session), {slot: r.request for slot, r in running.items()}
+                    filled = sum(r.length + 1 for r in running.values())
+                    stats.filled += filled / (session.slots * session.capacity)
+                if behind:
+                    tokens = fetch(behind[0])
+                    produced = [
+                        (slot, int(tokens[slot]))
+                        for slot, i in behind[1].items()
+                        if slot in running and running[slot].request == i
+                    ]
             stats.decode_tokens += len(produced)
             for slot, token in produced:
                 yield book(slot, token)
             if any(slot not in running for slot, _ in produced):
-                _empty_others(session, running)
+                empty_others(session, running)
     finally:  # also when the caller stops early
-        _empty_others(session, {})
+        empty_others(session, {})

@@ -6,14 +6,16 @@ their experts over `expert` and each expert's inner width over `tensor`.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax import lax
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 DATA, EXPERT, TENSOR = "data", "expert", "tensor"
 MODEL = (EXPERT, TENSOR)
+P: Any = PartitionSpec  # stands in trees whose type says that an array stands there
 
 
 def make_mesh(
@@ -34,6 +36,20 @@ def make_mesh(
         )
     grid = np.array(devices[:need]).reshape(data, expert, tensor)
     return Mesh(grid, (DATA, *MODEL), axis_types=(AxisType.Auto,) * 3)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """{"tensor": 8} of "tensor=8"; ValueError names what is wrong."""
+    axes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        name, _, size = part.partition("=")
+        known = name in (DATA, *MODEL) and name not in axes
+        if not (known and size.isdecimal() and 1 <= int(size) < 1 << 16):
+            raise ValueError(
+                f"--mesh {text!r}: expected data=N,expert=N,tensor=N, each at most once"
+            )
+        axes[name] = int(size)
+    return axes
 
 
 class Shards(NamedTuple):
@@ -93,3 +109,24 @@ def split_heads(num_heads: int, num_kv_heads: int, shards: int) -> Heads:
         members = [(i % copies) * per_copy + j for j in range(per_copy)]
         query += [k * group + g if k >= 0 and g < group else -1 for g in members]
     return Heads(tuple(query), tuple(kv))
+
+
+def split_fused(num_heads: int, shards: int, parts: int = 3) -> tuple[int, ...]:
+    """The order of the heads of one matrix that holds all queries, then all keys, then all values:
+    every device has its queries, then its keys, then its values. -1 for a head of zeros."""
+    order = split_heads(num_heads, num_heads, shards).query
+    size = len(order) // shards
+    devices = (order[i : i + size] for i in range(0, len(order), size))
+    return tuple(
+        h + part * num_heads if h >= 0 else -1
+        for device in devices
+        for part in range(parts)
+        for h in device
+    )
+
+
+def vary_like(x: jax.Array, *others: jax.Array) -> jax.Array:
+    """x, marked as varying over every mesh axis that one of `others` varies over: loop carries must
+    agree on that."""
+    axes = frozenset().union(*(jax.typeof(o).manual_axis_type.varying for o in others))
+    return lax.pcast(x, tuple(axes - jax.typeof(x).manual_axis_type.varying), to="varying")

@@ -20,6 +20,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from common.files import read_json_if_there, read_text
+
 
 class Tokenizer(NamedTuple):
     backend: tokenizers.Tokenizer
@@ -37,7 +39,7 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     Raises FileNotFoundError when there is none, ValueError when a file cannot be understood.
     """
     directory = Path(directory)
-    config = _read_json(directory / "tokenizer_config.json")
+    config = read_json_if_there(directory / "tokenizer_config.json")
     names = {
         key: value.get("content") if isinstance(value, dict) else value
         for key, value in config.items()
@@ -49,12 +51,12 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
 
-    model = _read_json(directory / "config.json")
+    model = read_json_if_there(directory / "config.json")
     eos: list[Any] = [backend.token_to_id(special_tokens.get("eos_token", ""))]
     for source in (
         model,
         model.get("text_config") or {},
-        _read_json(directory / "generation_config.json"),
+        read_json_if_there(directory / "generation_config.json"),
     ):
         value = source.get("eos_token_id")
         eos += value if isinstance(value, list) else [value]
@@ -109,29 +111,11 @@ def _load_backend(
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    template = _read_text(directory / "chat_template.jinja") or config.get("chat_template")
+    file = directory / "chat_template.jinja"
+    template = (read_text(file) if file.exists() else "") or config.get("chat_template")
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
-
-
-def _read_text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8") if path.exists() else None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text; download it again") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty where the file is missing."""
-    text = _read_text(path)
-    try:
-        value = {} if text is None else json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not valid JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, not {type(value).__name__}")
-    return value
 
 
 def _one_line(error: Exception) -> str:

@@ -26,3 +26,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2-large": _config(36, 1280, 20),
     "gpt2-xl": _config(48, 1600, 25),
 }
+
+# A TPU slice that holds each size, the mesh on it, and whether weights and cache are in int8.
+SLICES: dict[str, tuple[str, str, str | None]] = {
+    "distilgpt2": ("v5e:2x2", "tensor=1", None),
+    "gpt2": ("v5e:2x2", "tensor=1", None),
+    "gpt2-medium": ("v5e:2x2", "tensor=4", None),
+    "gpt2-large": ("v5e:2x2", "tensor=4", None),
+    "gpt2-xl": ("v5e:2x2", "tensor=4", "int8"),
+}

@@ -2,5 +2,7 @@
 
 from common.cli import main
 
+from . import model
+
 if __name__ == "__main__":
-    main("gpt_oss")
+    main(model)

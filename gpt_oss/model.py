@@ -6,264 +6,154 @@ gpt-oss-120b & gpt-oss-20b Model Card, arXiv 2508.10925. What differs from llama
     o[n] = sum_s exp(q[n] . k[s]) v[s] / (exp(sink[n]) + sum_s exp(q[n] . k[s]))
                                                    a learned sink per head, which has no value
     sliding layers see the last `sliding_window` positions, full layers all of them
-    x += sum over its X experts e of p[e] * (down[e](h) + b[e]),   p = softmax(the X largest of
-         router(norm(x))),   h = (up + 1) * gate * sigmoid(1.702 * gate), both clamped
+    x += sum over its X experts e of p[e] * (down[e](h) + b[e])
+                                                   p = softmax(the X largest of router(norm(x)))
+    h = (up[e] + 1) * gate[e] * sigmoid(1.702 * gate[e])
+                                                   of norm(x); up is clamped, gate from above
     YaRN in place of the llama3 rope scaling; biases; norms that multiply in float32
-
-Weights and caches are one array per layer in a tuple, and the layers are a Python loop: stacked
-arrays under `lax.scan` are copied slice by slice on CPU, and before every kernel on TPU. `block` is
-a jitted function, so that it is traced once for each kind of layer and compilation stays in check.
 
 Dimensions: B batch or slots, T query tokens, M = B * T, S cache positions, D model, N query heads,
 K key/value heads, H head dimension, F MLP width, E experts, X experts of a token, V vocabulary.
-Inside `shard_map`, N, K, F, E and V are what one device holds (the router knows all E) and B is its
+Inside `shard_map` N, K, F, E and V are what one device holds (the router knows all E), and B is its
 slots.
+
+Devices form a mesh of three axes. Slots are split over `data`. Heads and vocabulary are split over
+MODEL, the axes `expert` and `tensor` together; experts over `expert`, and each expert over
+`tensor`. One step of a device sends, over MODEL:
+
+    all-reduce [B, T, D]   once for the embedding and twice a layer, in the model's dtype
+    all-reduce [B]         twice, of 4 bytes: the largest logit, and the lowest id that has it
+    at most 35 of [3, B]   of 4 bytes, if some slot has a temperature: logits are never gathered
+
+Layers are a tuple and a Python loop: of stacked arrays `lax.scan` would copy every slice, on CPU
+always and on TPU before a kernel. `block` is jitted so that it is traced once for each kind of
+layer.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
-from common.cache import append, attend, empty
-from common.checkpoint import Axes, Order, Table
+from common.cache import LayerCache, append, attend, check_insert, copy_rows, empty_cache
+from common.checkpoint import Axes, Order, Same, Table
+from common.config import SILU, is_published_in, read_config, read_rope
 from common.experts import group_by_expert, num_experts
+from common.kernels.dispatch import KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
-from common.quant import (
-    MXFP4_GROUP,
-    Int8,
-    embed_rows,
-    linear,
-    mxfp4_shapes,
-    out_features,
-    specs_like,
-)
+from common.quant import MXFP4_GROUP, Matrix, Mxfp4, embed_rows, linear, out_features
+from common.ranges import Above1, AtLeast1, Count, Even, Positive
 from common.sampling import Sampling, sample, sampling_params
-from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, Shards, round_up, split_heads
+from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, P, Shards, round_up, split_heads
+from common.weights import array, bias, matrix, norm, specs_like, stack
 
 Array = jax.Array
 
-KERNEL_FREE = ("reference", "blocked")  # shard_map's check covers these; no Pallas call passes it
-SWIGLU_ALPHA = 1.702  # which the published config.json leaves out
+SWIGLU_ALPHA = 1.702  # not in the published config.json
 
 
 class Yarn(NamedTuple):
     """`rope_scaling` of type yarn."""
 
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
-    attention_factor: float  # of cos and sin
-    truncate: bool
+    factor: AtLeast1
+    original_max_position_embeddings: Count
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    attention_factor: Positive | None = None  # multiplies cos and sin
+    truncate: bool = True
 
 
 class Config(NamedTuple):
     """The fields of config.json that shape the computation, under their published names."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Even
+    rope_theta: Above1
     rope_scaling: Yarn | None
-    tie_word_embeddings: bool
-    max_position_embeddings: int
-    layer_types: tuple[str, ...]
-    sliding_window: int
-    num_local_experts: int
-    num_experts_per_tok: int
-    swiglu_limit: float
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...]
+    sliding_window: Count
+    num_local_experts: Annotated[Count, "num_experts"]
+    num_experts_per_tok: Count
+    swiglu_limit: Positive
     mxfp4: bool  # quantization_config: the experts are published in 4 bits
-
-
-def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config from a parsed config.json; ValueError names a setting that this file does not
-    implement."""
-    only = dict(hidden_act="silu", attention_bias=True, swiglu_alpha=SWIGLU_ALPHA)
-    for name, expected in only.items():
-        if hf.get(name, expected) != expected:
-            raise ValueError(
-                f"config.json: {name}={hf[name]!r} is not implemented, only {expected!r}"
-            )
-    kinds, layers = tuple(hf["layer_types"]), hf["num_hidden_layers"]
-    if len(kinds) != layers:
-        raise ValueError(
-            f"config.json: {len(kinds)} layer_types, but num_hidden_layers is {layers}"
-        )
-    if other := set(kinds) - {"sliding_attention", "full_attention"}:
-        raise ValueError(f"config.json: layer_types with {min(other)!r} is not implemented")
-    method = (hf.get("quantization_config") or {"quant_method": None})["quant_method"]
-    if method not in (None, "mxfp4"):
-        raise ValueError(f"config.json: quant_method {method!r} is not implemented, only 'mxfp4'")
-    rope = hf.get("rope_parameters") or {
-        "rope_theta": hf["rope_theta"],
-        **(hf.get("rope_scaling") or {}),
-    }
-    return Config(
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        intermediate_size=hf["intermediate_size"],
-        num_hidden_layers=layers,
-        num_attention_heads=hf["num_attention_heads"],
-        num_key_value_heads=hf["num_key_value_heads"],
-        head_dim=hf["head_dim"],
-        rms_norm_eps=hf["rms_norm_eps"],
-        rope_theta=rope["rope_theta"],
-        rope_scaling=yarn_from_hf(rope),
-        tie_word_embeddings=hf["tie_word_embeddings"],
-        max_position_embeddings=hf["max_position_embeddings"],
-        layer_types=kinds,
-        sliding_window=hf["sliding_window"],
-        num_local_experts=hf["num_local_experts"],
-        num_experts_per_tok=hf["num_experts_per_tok"],
-        swiglu_limit=hf["swiglu_limit"],
-        mxfp4=method is not None,
-    )
-
-
-def yarn_from_hf(rope: dict[str, Any]) -> Yarn | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "yarn"):
-        raise ValueError(
-            f"config.json: rope type {kind!r} is not implemented, only 'default' and 'yarn'"
-        )
-    if other := rope.keys() - {"rope_theta", "rope_type", "type", *Yarn._fields}:
-        raise ValueError(f"config.json: rope setting {min(other)!r} is not implemented")
-    if kind == "default":
-        return None
-    factor, attention_factor = rope["factor"], rope.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = 0.1 * math.log(max(factor, 1)) + 1
-    return Yarn(
-        factor=factor,
-        original_max_position_embeddings=rope["original_max_position_embeddings"],
-        beta_fast=rope.get("beta_fast") or 32,
-        beta_slow=rope.get("beta_slow") or 1,
-        attention_factor=attention_factor,
-        truncate=rope.get("truncate", True),
-    )
+    rms_norm_eps: Positive = 1e-5
+    tie_word_embeddings: bool = False
+    max_position_embeddings: Count = 131072
 
 
 class Experts(NamedTuple):
     """All experts of a layer. Even rows of w_gate_up are the gate's, odd ones up's."""
 
-    w_gate_up: Any  # [E, 2 * F, D]
-    b_gate_up: Any  # [E, 2 * F], float32
-    w_down: Any  # [E, D, F]
-    b_down: Any  # [E, D], float32
+    w_gate_up: Matrix  # [E, 2 * F, D]
+    b_gate_up: Array  # [E, 2 * F], float32
+    w_down: Matrix  # [E, D, F]
+    b_down: Array  # [E, D], float32
 
 
 class Moe(NamedTuple):
-    router: Any  # [E, D]
-    b_router: Any  # [E]
+    router: Array  # [E, D]
+    b_router: Array  # [E]
     experts: Experts
 
 
+class Sliding(NamedTuple):
+    """Marks a layer whose queries see the last `sliding_window` positions. It has no arrays: jit
+    sees it in the structure of the weights, while it traces."""
+
+
 class Layer(NamedTuple):
-    attn_norm: Any  # [D]
-    wq: Any  # [N * H, D]
-    bq: Any  # [N * H]
-    wk: Any  # [K * H, D]
-    bk: Any  # [K * H]
-    wv: Any  # [K * H, D]
-    bv: Any  # [K * H]
-    sinks: Any  # [N]
-    wo: Any  # [D, N * H]
-    bo: Any  # [D]
-    mlp_norm: Any  # [D]
+    """A Matrix is an array, or its form in 8 or 4 bits: `linear` takes either."""
+
+    sliding: Sliding | None
+    attn_norm: Array  # [D]
+    wq: Matrix  # [N * H, D]
+    bq: Array  # [N * H]
+    wk: Matrix  # [K * H, D]
+    bk: Array  # [K * H]
+    wv: Matrix  # [K * H, D]
+    bv: Array  # [K * H]
+    sinks: Array  # [N]
+    wo: Matrix  # [D, N * H]
+    bo: Array  # [D]
+    mlp_norm: Array  # [D]
     mlp: Moe
 
 
 class Weights(NamedTuple):
-    embed: Any  # [V, D]
+    embed: Matrix  # [V, D]
     layers: tuple[Layer, ...]
-    norm: Any  # [D]
-    head: Any  # [V, D], or None when it is the embedding
-
-
-def weight_shapes(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shapes as published; with `shards`, padded so that every split dimension divides, in mxfp4
-    into whole groups."""
-    c, n = config, shards.model
-    if c.num_local_experts % shards.expert:
-        raise ValueError(
-            f"{c.num_local_experts} experts do not divide by the mesh's {shards.expert}"
-        )
-    heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
-    N, q, kv = (len(heads.query), *(len(x) * c.head_dim for x in heads))
-    D, E, V = c.hidden_size, c.num_local_experts, round_up(c.vocab_size, n)
-    F = round_up(c.intermediate_size, shards.tensor * (MXFP4_GROUP if c.mxfp4 else 1))
-    stack: Any = mxfp4_shapes if c.mxfp4 else tuple
-    b_gate_up, b_down = (jax.ShapeDtypeStruct((E, n), jnp.float32) for n in (2 * F, D))
-    experts = Experts(stack((E, 2 * F, D)), b_gate_up, stack((E, D, F)), b_down)
-    wq, wkv, wo, mlp = (q, D), (kv, D), (D, q), Moe((E, D), (E,), experts)
-    layer = Layer((D,), wq, (q,), wkv, (kv,), wkv, (kv,), (N,), wo, (D,), (D,), mlp)
-    head = None if c.tie_word_embeddings else (V, D)
-    return Weights((V, D), (layer,) * c.num_hidden_layers, (D,), head)
-
-
-def weight_specs(config: Config) -> Weights:
-    """Matrices that read the residual stream are split by output, those that write it by input;
-    experts over `expert`, and each over `tensor`."""
-    out, into, heads = P(MODEL, None), P(None, MODEL), P(MODEL)
-    experts = Experts(
-        w_gate_up=P(EXPERT, TENSOR, None),
-        b_gate_up=P(EXPERT, TENSOR),
-        w_down=P(EXPERT, None, TENSOR),
-        b_down=P(EXPERT, None),
-    )
-    mlp = Moe(P(), P(), experts)
-    layer = Layer(P(), out, heads, out, heads, out, heads, heads, into, P(), P(), mlp)
-    head = None if config.tie_word_embeddings else out
-    return Weights(out, (layer,) * config.num_hidden_layers, P(), head)
-
-
-class KVCache(NamedTuple):
-    """Keys (rotated) and values by layer; what lies at or past a slot's length is stale."""
-
-    k: tuple[Array | Int8, ...]  # [B, K, S, H] each
-    v: tuple[Array | Int8, ...]
+    norm: Array  # [D]
+    head: Matrix | None  # [V, D]; None where it is the embedding
 
 
 class DecodeState(NamedTuple):
-    """The slots being decoded. A slot of length 0 is empty, and whatever else it holds is stale."""
+    """B slots, decoded together. A slot of length 0 is empty. Nothing reads what a cache holds at
+    or past a slot's length, so a finished slot is not cleared: its length is set to 0."""
 
-    cache: Any  # KVCache
-    length_B: Any  # int32: tokens in the cache
-    token_B: Any  # int32: the newest token, not in the cache yet
-    sampling: Any  # Sampling of [B] each
-
-
-CACHE_SPEC: Any = P(DATA, MODEL)  # slots over data, heads over the model axes; int8 scales likewise
-STATE_SPEC = DecodeState(CACHE_SPEC, *[P(DATA)] * 3)
+    cache: tuple[LayerCache, ...]  # rotated keys, and values: [B, K, S, H], or as one array
+    length_B: Array  # int32: tokens in the cache
+    token_B: Array  # int32: the newest token, not in the cache yet
+    sampling: Sampling  # arrays of [B]
 
 
-def init_cache(
-    config: Config, batch: int, capacity: int, dtype: Any, shards: Shards = UNSPLIT
-) -> KVCache:
-    heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
-    shape = (batch, len(heads.kv), capacity, config.head_dim)
-    k, v = (tuple(empty(shape, dtype) for _ in range(config.num_hidden_layers)) for _ in "kv")
-    return KVCache(k, v)
+class Step(NamedTuple):
+    """What all layers of one step share."""
 
-
-def init_state(
-    config: Config, slots: int, capacity: int, dtype: Any, shards: Shards = UNSPLIT
-) -> DecodeState:
-    length_B, token_B = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32)
-    cache = init_cache(config, slots, capacity, dtype, shards)
-    return DecodeState(cache, length_B, token_B, sampling_params(slots))
+    end_B: Array  # int32: the position after the last of the T tokens; 0 where nothing is appended
+    cos: Array  # float32 [B, T, 1, H / 2]
+    sin: Array
 
 
 def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
@@ -274,14 +164,15 @@ def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
 
 
 def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndarray:
-    """YaRN (arXiv 2309.00071): pairs that turn more than beta_fast times within the original
-    context keep their frequency, those below beta_slow turns get 1 / factor of it, and a ramp lies
-    between."""
-    R = 2 * len(frequency)
+    """YaRN, arXiv 2309.00071: pairs with more than beta_fast rotations in the original context keep
+    their frequency, those with fewer than beta_slow get 1 / factor of it, and a ramp lies between.
+    """
+    R = 2 * len(frequency)  # numbers of a head that are rotated
 
-    def pair(turns: float) -> float:  # which turns so often, as a fraction
+    def pair(rotations: float) -> float:
+        """The index of the pair that makes `rotations` in the original context; not whole."""
         context = yarn.original_max_position_embeddings
-        return R * math.log(context / (2 * math.pi * turns)) / (2 * math.log(theta))
+        return R * math.log(context / (2 * math.pi * rotations)) / (2 * math.log(theta))
 
     low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:
@@ -293,7 +184,7 @@ def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndar
 
 
 def rope_frequencies(config: Config) -> np.ndarray:
-    """Radians per position for each pair of a head, [H / 2]."""
+    """Radians per position of each pair (i, i + H / 2) of a head, [H / 2]."""
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
     frequency = (1.0 / np.float32(config.rope_theta) ** exponent).astype(np.float32)
     if config.rope_scaling is None:
@@ -301,53 +192,59 @@ def rope_frequencies(config: Config) -> np.ndarray:
     return yarn_frequencies(frequency, config.rope_theta, config.rope_scaling)
 
 
-def rotary(positions_BT: Array, config: Config) -> tuple[Array, Array]:
-    """cos and sin [B, T, 1, H / 2], float32."""
-    angles = positions_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
-    factor = 1 if config.rope_scaling is None else config.rope_scaling.attention_factor
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+def attention_factor(yarn: Yarn | None) -> float:
+    """What YaRN multiplies cos and sin by."""
+    if yarn is None:
+        return 1.0
+    return yarn.attention_factor or 0.1 * math.log(yarn.factor) + 1
 
 
-def rotate(x_BTNH: Array, rope: tuple[Array, Array]) -> Array:
-    """Rotates element i of each head with element i + H / 2."""
-    cos, sin = (r.astype(x_BTNH.dtype) for r in rope)
+def rotary(position_BT: Array, config: Config) -> tuple[Array, Array]:
+    """cos and sin of each position's angles, float32 [B, T, 1, H / 2]."""
+    angle = position_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
+    factor = attention_factor(config.rope_scaling)
+    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+
+def rotate(x_BTNH: Array, step: Step) -> Array:
+    """Rotates element i of each head with element i + H / 2, by the angle of its position."""
+    cos, sin = step.cos.astype(x_BTNH.dtype), step.sin.astype(x_BTNH.dtype)
     a, b = jnp.split(x_BTNH, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def embed(table_VD: Any, tokens_BT: Array, dtype: Any) -> Array:
-    """Each device looks up the ids it owns; the others contribute zeros."""
+def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
+    """Each device looks up the ids that it holds, and has zeros for the others."""
     local_BT = tokens_BT - lax.axis_index(MODEL) * out_features(table_VD)
     x_BTD = embed_rows(table_VD, local_BT, dtype)
-    return lax.psum(x_BTD, MODEL)  # own ids only -> replicated
+    return lax.psum(x_BTD, MODEL)  # partial: own ids -> replicated
 
 
-def attention(x_BTD, layer, k_cache, v_cache, rope, length_B, window, config, implementation):
-    """Appends T tokens to the cache and attends to it, through a window of positions if there is
-    one: (output [B, T, D], k_cache, v_cache)."""
+def attention(
+    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
+) -> tuple[Array, LayerCache]:
+    """Appends T tokens to the cache, each of which attends to all up to itself, or to a window of
+    them in a sliding layer: partial sums of own heads [B, T, D], without the bias; and the cache.
+    Scores and softmax are float32 in `attend`; a soft cap would be one more of its arguments."""
     B, T, _ = x_BTD.shape
     matrices = (layer.wq, layer.bq), (layer.wk, layer.bk), (layer.wv, layer.bv)
     projections = (linear(x_BTD, w) + b for w, b in matrices)
     q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, config.head_dim) for x in projections)
-    k_cache = append(k_cache, rotate(k_BTKH, rope), length_B - T)
-    v_cache = append(v_cache, v_BTKH, length_B - T)
+    cache = append(cache, rotate(k_BTKH, step), v_BTKH, step.end_B - T)
     o_BTNH = attend(
-        rotate(q_BTNH, rope),
-        k_cache,
-        v_cache,
-        length_B,
+        rotate(q_BTNH, step),
+        cache,
+        step.end_B,
         scale=config.head_dim**-0.5,
-        window=window,
+        window=config.sliding_window if layer.sliding is not None else None,
         sinks_N=layer.sinks,
         implementation=implementation,
     )
-    o_BTD = linear(o_BTNH.reshape(B, T, -1), layer.wo)
-    o_BTD = lax.psum(o_BTD, MODEL)  # partial: own heads only -> replicated
-    return o_BTD + layer.bo, k_cache, v_cache
+    return linear(o_BTNH.reshape(B, T, -1), layer.wo), cache
 
 
 def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
-    """The experts of each token and their weights, both [M, X]."""
+    """How much each token's experts count, and which of all E they are: both [M, X]."""
     logits_ME = linear(x_MD, w.router, jnp.float32) + w.b_router
     logits_MX, expert_MX = lax.top_k(logits_ME, config.num_experts_per_tok)
     return jax.nn.softmax(logits_MX).astype(x_MD.dtype), expert_MX
@@ -360,174 +257,245 @@ def swiglu(gate_up: Array, limit: float) -> Array:
     return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
 
 
-def moe(x_BTD: Array, w: Moe, config: Config, implementation: str | None) -> Array:
-    """Every device routes all tokens of its slots, and computes what its experts do for them."""
-    x_MD, experts = x_BTD.reshape(-1, x_BTD.shape[-1]), w.experts
+def experts(x: Array, w: Experts, dot: Callable[..., Array], config: Config) -> Array:
+    """Each row through the MLP of its expert; `dot` knows whose row it is."""
+    h = swiglu(dot(x, w.w_gate_up, bias_EO=w.b_gate_up), config.swiglu_limit)
+    b_down = jnp.where(lax.axis_index(TENSOR) == 0, w.b_down, 0)  # once in the sum over devices
+    return dot(h, w.w_down, bias_EO=b_down)
+
+
+def moe(x_BTD: Array, w: Moe, config: Config, implementation: Impl) -> Array:
+    """Every device routes all tokens of its slots, and computes what its own experts add to them:
+    partial sums over own experts and own part of F."""
+    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     weight_MX, expert_MX = route(x_MD, w, config)
-    groups = group_by_expert(expert_MX, num_experts(experts.w_gate_up))
+    groups = group_by_expert(expert_MX, num_experts(w.experts))
     dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=implementation)
-    rows = x_MD[groups.token]  # [M * X, D], an expert's one after the other
-    h = swiglu(dot(rows, experts.w_gate_up, bias_EN=experts.b_gate_up), config.swiglu_limit)
-    b_down = jnp.where(lax.axis_index(TENSOR) == 0, experts.b_down, 0)  # once in the sum
-    y_MXD = dot(h, experts.w_down, bias_EN=b_down)[groups.row]
-    o_MD = (y_MXD * weight_MX[..., None]).sum(axis=1)
-    o_MD = lax.psum(o_MD, MODEL)  # partial: own experts, own part of F -> replicated
-    return o_MD.reshape(x_BTD.shape)
+    rows = x_MD[groups.token]  # [M * X, D], those of an expert one after the other
+    y_MXD = experts(rows, w.experts, dot, config)[groups.row]
+    return (y_MXD * weight_MX[..., None]).sum(axis=1).reshape(x_BTD.shape)
 
 
-@partial(jax.jit, static_argnames=("window", "config", "implementation"))
-def block(x_BTD, layer, k_cache, v_cache, rope, length_B, window, config, implementation):
+@partial(jax.jit, static_argnames=("config", "implementation"))
+def block(
+    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
+) -> tuple[Array, LayerCache]:
     h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
-    o_BTD, *caches = attention(
-        h_BTD, layer, k_cache, v_cache, rope, length_B, window, config, implementation
-    )
-    x_BTD = x_BTD + o_BTD
+    o_BTD, cache = attention(h_BTD, layer, cache, step, config, implementation)
+    # In brackets: x + (sum + bias) is computed once on CPU, (x + sum) + bias again by every reader.
+    x_BTD = x_BTD + (lax.psum(o_BTD, MODEL) + layer.bo)  # partial: own heads -> replicated
     h_BTD = rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps)
-    return x_BTD + moe(h_BTD, layer.mlp, config, implementation), *caches
+    o_BTD = moe(h_BTD, layer.mlp, config, implementation)
+    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own experts, own part of F -> replicated
+    return x_BTD, cache
 
 
 def forward(
     weights: Weights,
-    cache: KVCache,
+    cache: tuple[LayerCache, ...],
     tokens_BT: Array,
-    length_B: Array,
+    end_B: Array,
     config: Config,
-    implementation: str | None = None,
-    at_B: Array | None = None,
-) -> tuple[Array, KVCache]:
-    """One device's part of the model over T new tokens per row; runs inside `shard_map`.
+    implementation: Impl = None,
+    last_B: Array | None = None,
+) -> tuple[Array, tuple[LayerCache, ...]]:
+    """One device's part of a step of T tokens a slot, of which the last is at position end_B - 1;
+    called inside `shard_map`.
 
-    `length_B` counts the row's tokens with these T; 0 is an empty row. Returns this device's range
-    of the logits in float32, [B, T, V], or [B, V] of token `at_B` alone; and the cache with the T
-    tokens appended.
+    Returns float32 logits of the device's part of the vocabulary, [B, T, V], or [B, V] of the token
+    at index last_B of each slot; and the cache with the tokens appended. Differentiable with
+    implementation="reference", as tools/train_embedded.py does it.
     """
     T = tokens_BT.shape[1]
-    rope = rotary(length_B[:, None] - T + jnp.arange(T), config)
-    x_BTD = embed(weights.embed, tokens_BT, weights.norm.dtype)
-    windows = dict(sliding_attention=config.sliding_window, full_attention=None)
-    keys, values = [], []
-    for layer, k, v, kind in zip(weights.layers, *cache, config.layer_types, strict=False):
-        x_BTD, k, v = block(
-            x_BTD, layer, k, v, rope, length_B, windows[kind], config, implementation
-        )
-        keys.append(k)
-        values.append(v)
-    x = x_BTD if at_B is None else x_BTD[jnp.arange(len(at_B)), at_B]
+    position_BT = end_B[:, None] - T + jnp.arange(T)
+    step = Step(end_B, *rotary(position_BT, config))
+    x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
+    for layer, layer_cache in zip(weights.layers, cache, strict=True):
+        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config, implementation)
+        caches.append(layer_cache)
+    x = x_BTD if last_B is None else x_BTD[jnp.arange(len(last_B)), last_B]
     x = rms_norm(x, weights.norm, config.rms_norm_eps)
     head = weights.embed if weights.head is None else weights.head
-    return linear(x, head, jnp.float32), KVCache(tuple(keys), tuple(values))
+    return linear(x, head, jnp.float32), tuple(caches)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
 def prefill(
     weights: Weights,
-    cache: KVCache,
+    state: DecodeState,
     tokens_BT: Array,
-    start_B: Array,
     count_B: Array,
-    sampling: Sampling,
     *,
     config: Config,
     mesh: Mesh,
-    implementation: str | None = None,
-) -> tuple[KVCache, Array]:
-    """Reads count_B tokens of each prompt behind the start_B that the cache already holds.
+    implementation: Impl = None,
+) -> DecodeState:
+    """Appends the first count_B of T tokens to each slot, and samples the token after them.
 
-    T is a bucket: tokens past count_B are padding, whose keys land beyond the row's length and are
-    never seen. Returns the cache (donated) and the next token [B], which means something once the
-    prompt is complete.
+    A long prompt takes several calls (`serve` cuts it in 512s and a rest), and `token_B` is valid
+    after the last. Tokens past count_B are padding, whose keys land past the slot's new length; a
+    count of 0 leaves a slot as it is. Nothing is written past the capacity. Each T is a program to
+    compile, as is each other size or dtype. `state` is donated: its cache is updated in place.
     """
 
-    def run(weights, cache, tokens_BT, start_B, count_B, sampling):
-        length_B, last_B = start_B + tokens_BT.shape[1], jnp.maximum(count_B - 1, 0)
+    def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
+        end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
         logits_BV, cache = forward(
-            weights, cache, tokens_BT, length_B, config, implementation, last_B
+            weights, state.cache, tokens_BT, end_B, config, implementation, count_B - 1
         )
-        return cache, pick(logits_BV, sampling, start_B + count_B)
+        length_B = state.length_B + count_B
+        token_B = sample(logits_BV, state.sampling, length_B, config.vocab_size, MODEL)
+        token_B = jnp.where(count_B > 0, token_B, state.token_B)
+        return DecodeState(cache, length_B, token_B, state.sampling)
 
-    pick = partial(sample, vocab_size=config.vocab_size, axes=MODEL)
-    in_specs = (specs_like(weights, weight_specs(config)), CACHE_SPEC, *[P(DATA)] * 4)
-    out_specs = (CACHE_SPEC, P(DATA))
-    check = implementation in KERNEL_FREE
-    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
-    return run(weights, cache, tokens_BT, start_B, count_B, sampling)
+    in_specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
+    check = implementation in KERNEL_FREE  # shard_map cannot check what a Pallas kernel replicates
+    step = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
+    return step(weights, state, tokens_BT, count_B)
 
 
-@partial(jax.jit, static_argnames="mesh", donate_argnames="state")
 def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies row b of `prompt` into slot slot_B[b], on the row's own `data` shard; -1 copies
-    nothing."""
+    """Copies slot b of `prompt` into slot slot_B[b] of `state`, which is donated; -1 for nowhere.
 
-    def run(state, prompt, slot_B):
-        slots = len(state.length_B)
-        local_B = slot_B - lax.axis_index(DATA) * slots
-        here_B = (local_B >= 0) & (local_B < slots)
-        local_B = jnp.where(here_B, local_B, slots)  # past the end, where writes are dropped
-        return jax.tree.map(lambda s, p: s.at[local_B].set(p, mode="drop"), state, prompt)
-
-    in_specs = (STATE_SPEC, STATE_SPEC, P(DATA))
-    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC)
-    return run(state, prompt, slot_B)
+    Slots are counted within a data shard, and nothing moves from one shard to another. Both states
+    are on `mesh`, with one capacity and dtype of cache. ValueError for anything else. Not in jit.
+    """
+    check_insert(state, prompt, slot_B, mesh)
+    return copy_rows(state, prompt, slot_B, specs=STATE_SPEC, mesh=mesh)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
 def generate(
-    weights: Weights,
-    state: DecodeState,
-    *,
-    config: Config,
-    mesh: Mesh,
-    implementation: str | None = None,
-) -> tuple[DecodeState, Array]:
-    """One more token for every slot that is not empty: (state (donated), token [B]).
+    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: Impl = None
+) -> DecodeState:
+    """Appends the newest token of every filled slot, and samples the next. `state` is donated."""
+    static = dict(config=config, mesh=mesh, implementation=implementation)
+    count_B = (state.length_B > 0).astype(jnp.int32)
+    return prefill(weights, state, state.token_B[:, None], count_B, **static)
 
-    The newest token joins the cache, and its successor is sampled.
-    """
 
-    def run(weights, state):
-        length_B = jnp.where(state.length_B > 0, state.length_B + 1, 0)
-        tokens_BT = state.token_B[:, None]
-        logits_BTV, cache = forward(
-            weights, state.cache, tokens_BT, length_B, config, implementation
-        )
-        token_B = pick(logits_BTV[:, 0], state.sampling, length_B)
-        return DecodeState(cache, length_B, token_B, state.sampling), token_B
+# ---- what a loader needs: config.json, shapes and partitions, empty states, published names
 
-    pick = partial(sample, vocab_size=config.vocab_size, axes=MODEL)
-    in_specs = (specs_like(weights, weight_specs(config)), STATE_SPEC)
-    out_specs, check = (STATE_SPEC, P(DATA)), implementation in KERNEL_FREE
-    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
-    return run(weights, state)
+
+# What a config.json without rope settings means.
+DEFAULT_ROPE = dict(
+    rope_type="yarn", factor=32, original_max_position_embeddings=4096, truncate=False
+)
+
+
+def config_from_hf(hf: dict[str, Any]) -> Config:
+    """Config of a parsed config.json; ValueError names a key or a value that is not known here."""
+    mxfp4 = is_published_in("mxfp4", hf, inert=("modules_to_not_convert",))
+    given = read_rope(hf, {"yarn": Yarn}, theta=150000.0, default=DEFAULT_ROPE)
+    return read_config(
+        Config,
+        hf,
+        model_types=("gpt_oss",),
+        given=given | dict(mxfp4=mxfp4),
+        # hidden_act is not what the experts compute, but it is what every file says.
+        only=dict(hidden_act=SILU, attention_bias=True, swiglu_alpha=SWIGLU_ALPHA),
+        repeats=dict(experts_per_token="num_experts_per_tok"),
+        read=("quantization_config",),
+        inert=("initial_context_length",),
+    )
+
+
+STATE_SPEC = DecodeState(
+    cache=P(DATA, MODEL),  # every array of every layer: slots over data, heads over MODEL
+    length_B=P(DATA),
+    token_B=P(DATA),
+    sampling=P(DATA),
+)
+
+
+def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
+    """Shape and partition of every weight: as published; or padded with zeros (in mxfp4, to whole
+    groups; `sample` never draws a padded id), and key/value heads repeated where they are fewer
+    than `shards`, so that every split dimension divides. Experts must divide as they are."""
+    c, n, mxfp4 = config, shards.model, Mxfp4 if config.mxfp4 else None
+    heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
+    N, q, kv = len(heads.query), len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
+    D, E, V = c.hidden_size, c.num_local_experts, round_up(c.vocab_size, n)
+    F = round_up(c.intermediate_size, shards.tensor * (MXFP4_GROUP if mxfp4 else 1))
+    out, into = P(MODEL, None), P(None, MODEL)  # split by output, or by input
+    of_experts = Experts(
+        w_gate_up=stack((E, 2 * F, D), P(EXPERT, TENSOR, None), mxfp4),
+        b_gate_up=bias((E, 2 * F), P(EXPERT, TENSOR), jnp.float32),
+        w_down=stack((E, D, F), P(EXPERT, None, TENSOR), mxfp4),
+        b_down=bias((E, D), P(EXPERT, None), jnp.float32),
+    )
+    layer = Layer(
+        sliding=None,
+        attn_norm=norm(D),
+        wq=matrix((q, D), out),
+        bq=bias((q,), P(MODEL)),
+        wk=matrix((kv, D), out),
+        bk=bias((kv,), P(MODEL)),
+        wv=matrix((kv, D), out),
+        bv=bias((kv,), P(MODEL)),
+        sinks=bias((N,), P(MODEL)),
+        wo=matrix((D, q), into),
+        bo=bias((D,)),
+        mlp_norm=norm(D),
+        mlp=Moe(router=array((E, D)), b_router=bias((E,)), experts=of_experts),
+    )
+    sliding = layer._replace(sliding=Sliding())
+    kinds = dict(sliding_attention=sliding, full_attention=layer)
+    return Weights(
+        embed=matrix((V, D), out),
+        layers=tuple(kinds[c.layer_types[i]] for i in range(c.num_hidden_layers)),
+        norm=norm(D),
+        head=None if c.tie_word_embeddings else matrix((V, D), out),
+    )
+
+
+def init_state(
+    config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
+) -> DecodeState:
+    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. Heads
+    whose width is no multiple of 128 have rows of value and key in one array, [B, K, S, 2 * H]."""
+    heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
+    shape = (slots, len(heads.kv), capacity, config.head_dim)
+    return DecodeState(
+        cache=tuple(empty_cache(shape, dtype) for _ in range(config.num_hidden_layers)),
+        length_B=jnp.zeros(slots, jnp.int32),
+        token_B=jnp.zeros(slots, jnp.int32),
+        sampling=sampling_params(slots),
+    )
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its place in Weights (None: not needed), and the order of its heads."""
+    """Stored name -> the weight that it becomes, and the order of its heads or axes. Same: must
+    equal that weight, and is dropped. None: dropped. Any other stored name is an error."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
-    query, kv_heads = (partial(Order, size=config.head_dim, blocks=b) for b in heads)
+    query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {
-        "model.embed_tokens.weight": ("embed", None),
-        "model.layers.*.input_layernorm.weight": ("layers.*.attn_norm", None),
+        "model.embed_tokens.weight": "embed",
+        "model.layers.*.input_layernorm.weight": "layers.*.attn_norm",
         "model.layers.*.self_attn.q_proj.weight": ("layers.*.wq", query(axis=0)),
         "model.layers.*.self_attn.q_proj.bias": ("layers.*.bq", query(axis=0)),
-        "model.layers.*.self_attn.k_proj.weight": ("layers.*.wk", kv_heads(axis=0)),
-        "model.layers.*.self_attn.k_proj.bias": ("layers.*.bk", kv_heads(axis=0)),
-        "model.layers.*.self_attn.v_proj.weight": ("layers.*.wv", kv_heads(axis=0)),
-        "model.layers.*.self_attn.v_proj.bias": ("layers.*.bv", kv_heads(axis=0)),
-        "model.layers.*.self_attn.sinks": ("layers.*.sinks", Order(0, 1, heads.query)),
+        "model.layers.*.self_attn.k_proj.weight": ("layers.*.wk", kv(axis=0)),
+        "model.layers.*.self_attn.k_proj.bias": ("layers.*.bk", kv(axis=0)),
+        "model.layers.*.self_attn.v_proj.weight": ("layers.*.wv", kv(axis=0)),
+        "model.layers.*.self_attn.v_proj.bias": ("layers.*.bv", kv(axis=0)),
+        "model.layers.*.self_attn.sinks": (
+            "layers.*.sinks",
+            Order(axis=0, size=1, blocks=heads.query),
+        ),
         "model.layers.*.self_attn.o_proj.weight": ("layers.*.wo", query(axis=1)),
-        "model.layers.*.self_attn.o_proj.bias": ("layers.*.bo", None),
-        "model.layers.*.post_attention_layernorm.weight": ("layers.*.mlp_norm", None),
-        "model.layers.*.mlp.router.weight": ("layers.*.mlp.router", None),
-        "model.layers.*.mlp.router.bias": ("layers.*.mlp.b_router", None),
-        "model.norm.weight": ("norm", None),
-        "lm_head.weight": (None if config.tie_word_embeddings else "head", None),
+        "model.layers.*.self_attn.o_proj.bias": "layers.*.bo",
+        "model.layers.*.post_attention_layernorm.weight": "layers.*.mlp_norm",
+        "model.layers.*.mlp.router.weight": "layers.*.mlp.router",
+        "model.layers.*.mlp.router.bias": "layers.*.mlp.b_router",
+        "model.norm.weight": "norm",
+        "lm_head.weight": Same("embed") if config.tie_word_embeddings else "head",
     }
     for name in ("gate_up", "down"):
         stored, path = f"model.layers.*.mlp.experts.{name}_proj", f"layers.*.mlp.experts.w_{name}"
         if config.mxfp4:
             table[f"{stored}_blocks"] = f"{path}.values", Axes.SPLIT
-            table[f"{stored}_scales"] = f"{path}.scale", None
+            table[f"{stored}_scales"] = f"{path}.scale"
         else:
             table[stored] = path, Axes.SWAPPED
-        table[f"{stored}_bias"] = f"layers.*.mlp.experts.b_{name}", None
+        table[f"{stored}_bias"] = f"layers.*.mlp.experts.b_{name}"
     return table

@@ -40,3 +40,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": _config(24, 32),
     "gpt-oss-120b": _config(36, 128),
 }
+
+# A TPU slice that holds each size, the mesh on it, and whether weights and cache are in int8.
+SLICES: dict[str, tuple[str, str, str | None]] = {
+    "gpt-oss-20b": ("v5e:2x2", "expert=4", None),
+    "gpt-oss-120b": ("v5e:4x4", "expert=16", None),
+}

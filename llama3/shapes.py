@@ -74,3 +74,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
     ),
 }
+
+# A TPU slice that holds each size, the mesh on it, and whether weights and cache are in int8.
+SLICES: dict[str, tuple[str, str, str | None]] = {
+    "llama3.2-1b": ("v5e:2x2", "tensor=1", None),
+    "llama3.2-3b": ("v5e:2x2", "tensor=1", None),
+    "llama3.1-8b": ("v5e:2x2", "tensor=4", None),
+    "llama3.1-70b": ("v5e:4x4", "expert=8,tensor=2", "int8"),
+    "llama3.1-405b": ("v5e:8x8", "expert=8,tensor=8", "int8"),
+}

@@ -1,0 +1,96 @@
+"""The options of every model's command line."""
+
+import argparse
+from pathlib import Path
+
+EXAMPLES = """
+examples:
+  python -m {name}.main                             the small model that the repository ships
+  python -m {name}.main --ckpt DIR_OR_HUB_ID --prompt "Hello"
+  python -m {name}.main --ckpt DIR_OR_HUB_ID --chat --system "Answer in verse."
+  python -m {name}.main --ckpt DIR_OR_HUB_ID --prompts questions.txt --json > answers.jsonl
+  python -m {name}.main --ckpt DIR_OR_HUB_ID --quant int8 --kv-quant int8 --mesh expert=4,tensor=2
+"""
+
+
+def parser(name: str) -> argparse.ArgumentParser:
+    ap = argparse.ArgumentParser(
+        prog=f"python -m {name}.main",
+        description=f"Generate text with a checkpoint of {name} on CPU, GPU or TPU.",
+        epilog=EXAMPLES.format(name=name),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = ap.add_argument_group("model")
+    model.add_argument(
+        "--ckpt", help="directory or hub id of a published checkpoint (default: the embedded model)"
+    )
+    model.add_argument("--revision", help="branch, tag or commit of a hub repository")
+    model.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="default: the checkpoint's own"
+    )
+    model.add_argument(
+        "--quant", choices=["int8"], help="weights as int8 with a scale per output channel"
+    )
+    model.add_argument(
+        "--kv-quant", choices=["int8"], help="cache as int8 with a scale per token and head"
+    )
+    model.add_argument(
+        "--random",
+        action="store_true",
+        help="random weights; --ckpt may then be a lone config.json or a named shape",
+    )
+    model.add_argument(
+        "--mesh",
+        default="",
+        metavar="AXES",
+        help="e.g. data=1,expert=1,tensor=8 (default: all devices on tensor)",
+    )
+    text = ap.add_argument_group("prompts (default: standard input, whole)")
+    text.add_argument("--prompt", action="append", metavar="P", help="may be given several times")
+    text.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")
+    text.add_argument(
+        "--chat", action="store_true", help="a conversation; the cache is kept between turns"
+    )
+    text.add_argument("--system", metavar="S", help="system message")
+    text.add_argument(
+        "--raw",
+        action="store_true",
+        help="the prompt as it is, without the checkpoint's chat template",
+    )
+    text.add_argument(
+        "--show-analysis",
+        action="store_true",
+        help="also what a model that answers in channels (GPT-OSS) thinks before it answers",
+    )
+    sampling = ap.add_argument_group("sampling (default: greedy)")
+    sampling.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    sampling.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="prompt i (from 0) uses seed S + i"
+    )
+    run = ap.add_argument_group("running")
+    run.add_argument(
+        "--max-len",
+        type=int,
+        metavar="N",
+        help="cache positions a slot (default: what the prompts need)",
+    )
+    run.add_argument(
+        "--slots", type=int, metavar="N", help="prompts decoded together (default: up to 8)"
+    )
+    run.add_argument(
+        "--json", action="store_true", help="one JSON record per prompt instead of text"
+    )
+    run.add_argument("--profile", metavar="DIR", help="write a profiler trace of the generation")
+    run.add_argument(
+        "--no-compile-cache", action="store_true", help="do not keep compiled programs between runs"
+    )
+    run.add_argument(
+        "--distributed",
+        action="store_true",
+        help="one of several processes (a TPU pod): run it on each",
+    )
+    return ap

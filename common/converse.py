@@ -1,0 +1,229 @@
+"""Replies as they come: from tokens to the text that is shown, for prompts and for conversations.
+
+stdout carries the text (or, with --json, one record per prompt) and nothing else.
+"""
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from common.harmony import ANALYSIS, FINAL, Place, follow, speaks_harmony
+from common.load import Model
+from common.serve import Event, Request, Session, serve
+from common.tokenizer import (
+    Stream,
+    Tokenizer,
+    encode,
+    encode_chat,
+    stream_flush,
+    stream_push,
+    stream_start,
+)
+
+Write = Callable[[str], None]
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The texts to answer, from --prompt, --prompts or standard input."""
+    prompts = list(args.prompt or [])
+    if args.prompts:
+        prompts += [
+            line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()
+        ]
+    if not prompts and not args.prompts and not sys.stdin.isatty():
+        prompts = [text] if (text := sys.stdin.read()).strip() else []
+    if not prompts and not args.prompts and args.ckpt is None:
+        prompts = ["ACT I.\n\n"]
+    if not prompts:
+        raise ValueError(
+            "no prompt: give --prompt, --prompts FILE, --chat, or text on standard input"
+        )
+    return prompts
+
+
+def encode_prompt(model: Model, args: argparse.Namespace, text: str) -> list[int]:
+    """Token ids of one prompt, through the chat template where the checkpoint has one."""
+    tok, vocab_size = model.tokenizer, model.config.vocab_size
+    if tok is None:  # random weights of a lone config: any ids will do
+        return [byte % vocab_size for byte in text.encode()]
+    if args.raw or tok.chat_template is None:
+        if args.system:
+            raise ValueError(
+                "--system needs a chat template: this checkpoint has none, or --raw was given"
+            )
+        ids = encode(tok, text)
+    else:
+        ids = encode_chat(tok, messages(args, [("user", text)]))
+    if max(ids, default=0) >= vocab_size:
+        raise ValueError(f"the tokenizer made id {max(ids)}, but the model has {vocab_size}")
+    return ids
+
+
+def messages(args: argparse.Namespace, turns: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    system = [("system", args.system)] if args.system else []
+    return [{"role": role, "content": content} for role, content in (*system, *turns)]
+
+
+def make_request(args: argparse.Namespace, ids: Sequence[int], index: int) -> Request:
+    knobs = (args.temperature, args.top_k, args.top_p, args.min_p, args.seed + index)
+    return Request(ids, args.max_new_tokens, *knobs)
+
+
+class Reply(NamedTuple):
+    """What one prompt got so far."""
+
+    tokens: list[int]
+    text: list[str]  # what is shown
+    answer: list[str]  # without what the model thought before
+    stream: Stream | None  # None without a tokenizer
+    finish: str | None = None
+    seconds: float = 0.0  # from the start of the run to its newest token
+    place: Place | None = None  # in the channels of a reply that has some
+    shown: str | None = None  # the channel of the newest text
+
+
+def start_reply(
+    tok: Tokenizer | None, args: argparse.Namespace, context: Sequence[int] = ()
+) -> Reply:
+    """An empty reply; `context` is the prompt that its text continues, if it does."""
+    if tok is None:
+        return Reply([], [], [], None)
+    chat = tok.chat_template is not None and not args.raw
+    place = Place() if chat and speaks_harmony(tok) else None
+    return Reply([], [], [], stream_start(tok, context), place=place)
+
+
+def extend(
+    tok: Tokenizer | None, reply: Reply, event: Event, seconds: float, args: argparse.Namespace
+) -> tuple[Reply, str]:
+    """A reply with one more token, and the text that is to be shown for it."""
+    stream, place, text = reply.stream, reply.place, ""
+    channel: str | None = FINAL if place is None else place.channel
+    if tok is None or stream is None:
+        text = f"{event.token} "
+    else:
+        if event.token not in tok.stop_ids:
+            if place is not None:
+                place, channel = follow(tok, place, event.token)
+            if channel == FINAL or (channel == ANALYSIS and args.show_analysis):
+                stream, text = stream_push(tok, stream, event.token)
+        if event.finish:
+            text += stream_flush(tok, stream)
+    shown = channel if text else reply.shown
+    if channel == FINAL:
+        reply.answer.append(text)
+    if reply.shown not in (None, shown):
+        text = f"\n\n{text}"
+    reply.tokens.append(event.token)
+    reply.text.append(text)
+    new: Any = dict(stream=stream, finish=event.finish, seconds=seconds, place=place, shown=shown)
+    return reply._replace(**new), text
+
+
+def note_silence(reply: Reply) -> None:
+    if reply.place is not None and reply.finish == "length" and not any(reply.answer):
+        sys.stderr.write("[no answer: --max-new-tokens ended the analysis before it]\n")
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[list[bool]]:
+    """A list that becomes non-empty on Ctrl-C; a second Ctrl-C interrupts as usual."""
+    pressed: list[bool] = []
+
+    def handler(*_: Any) -> None:
+        pressed.append(True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Job(NamedTuple):
+    """Prompts that were read and found servable."""
+
+    texts: list[str]
+    requests: list[Request]
+
+
+def record(job: Job, i: int, reply: Reply) -> str:
+    """One line of JSON about prompt i."""
+    fields = {
+        "index": i,
+        "prompt": job.texts[i],
+        "text": "".join(reply.text),
+        "prompt_tokens": len(job.requests[i].prompt),
+        "tokens": reply.tokens,
+        "finish_reason": reply.finish or "interrupted",
+        "seconds": round(reply.seconds, 4),
+    }
+    return json.dumps(fields, ensure_ascii=False) + "\n"
+
+
+def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: Write) -> bool:
+    """Answers all prompts, in their order on stdout; True if interrupted."""
+    tok, requests = session.model.tokenizer, job.requests
+    raw = tok is not None and (args.raw or tok.chat_template is None)
+    replies = [start_reply(tok, args, r.prompt if raw else ()) for r in requests]
+    shown, began = 0, time.perf_counter()
+    events = serve(session, requests, tok.stop_ids if tok else ())
+    with interruptible() as pressed, contextlib.closing(events):
+        for event in events:
+            i, seconds = event.request, time.perf_counter() - began
+            replies[i], text = extend(tok, replies[i], event, seconds, args)
+            if i == shown and not args.json:
+                write(text)
+            while shown < len(replies) and replies[shown].finish:
+                write(record(job, shown, replies[shown]) if args.json else "\n")
+                note_silence(replies[shown])
+                shown += 1
+                if shown < len(replies) and not args.json:
+                    write("".join(replies[shown].text))  # what the next in order has so far
+            if pressed:
+                break
+    for i in range(shown, len(replies)):  # interrupted
+        if args.json:
+            write(record(job, i, replies[i]))
+        elif replies[i].tokens:
+            write(("" if i == shown else "".join(replies[i].text)) + "\n")
+    return bool(pressed)
+
+
+def converse(session: Session, args: argparse.Namespace, job: Job, write: Write) -> bool:
+    """A conversation on one slot; every turn reads only what the cache does not hold yet. False:
+    Ctrl-C ends a turn, not the conversation."""
+    tok, turns = session.model.tokenizer, list[tuple[str, str]]()
+    assert tok is not None
+    while True:
+        if sys.stdin.isatty():
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return False
+        if not line.strip():
+            continue
+        turns.append(("user", line.strip()))
+        ids = encode_chat(tok, messages(args, turns))
+        if len(ids) > session.capacity:
+            have = f"the conversation has {len(ids)} tokens"
+            raise ValueError(f"{have}, more than the cache's {session.capacity} (see --max-len)")
+        reply = start_reply(tok, args)
+        request = make_request(args, ids, len(turns) // 2)
+        events = serve(session, [request], tok.stop_ids, reuse_multiple=1)
+        with interruptible() as pressed, contextlib.closing(events):
+            for event in events:
+                reply, text = extend(tok, reply, event, 0.0, args)
+                write(text)
+                if pressed:
+                    break
+        write("\n")
+        note_silence(reply)
+        turns.append(("assistant", "".join(reply.answer)))

@@ -1,0 +1,222 @@
+"""Compiled programs, read: what one step sends, moves through memory, and does one after the other.
+
+A program is named computations, each a list of operations in text (HLO).
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Collective(NamedTuple):
+    """Equal collectives of one step, on one device."""
+
+    kind: str  # "all-reduce"
+    shape: str  # of the result: "bf16[8,1,8192]"
+    times: int
+    bytes: int  # of all results together
+    conditional: bool  # in a branch that a step may not take, such as that of sampling
+
+
+class Op(NamedTuple):
+    name: str
+    type: str  # "bf16[8,128]{1,0:T(8,128)(2,1)S(1)}", or a tuple of such
+    kind: str
+    operands: tuple[str, ...]  # names; of a parameter its number, of a constant its value
+    rest: str  # attributes
+    root: bool
+
+
+class Program(NamedTuple):
+    computations: dict[str, dict[str, Op]]
+    entry: str
+
+
+OP = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(?:, (.*))?$")
+ARRAY = re.compile(r"\b([a-z]+(\d+)\w*|pred)\[([\d,]*)\](?:\{([^}]*)\})?")
+CALLS = re.compile(
+    r"\b(calls|to_apply|condition|body|\w+_computations?)=\{?(%[\w.\-]+(?:, %[\w.\-]+)*)"
+)
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+COLLECTIVES = ["all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute"]
+CONTROL = ("while", "conditional", "call", "async-start")  # run other computations
+VIEWS = ("bitcast", "tuple", "get-tuple-element", "parameter", "constant", "opt-barrier")
+SLICES = ("dynamic-slice", "slice", "gather")  # read what they return
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place: write this operand
+
+
+def parse(text: str) -> Program:
+    computations: dict[str, dict[str, Op]] = {}
+    entry = ""
+    for line in text.splitlines():
+        if found := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            current = computations.setdefault(found[2], {})
+            entry = found[2] if found[1] else entry
+        elif found := OP.match(line):
+            root, name, type_, kind, operands, rest = found.groups("")
+            names = tuple(re.findall(r"%([\w.\-]+)", operands)) or (operands,)
+            current[name] = Op(name, type_, kind, names, rest, bool(root))
+    return Program(computations, entry)
+
+
+def arrays(type_: str) -> list[tuple[str, int, bool]]:
+    """Of each array in a type: dtype and shape, bytes, and whether it lies in main memory."""
+    out = []
+    for dtype, bits, shape, layout in ARRAY.findall(type_):
+        size = math.prod(int(n) for n in shape.split(",") if n)
+        bytes_ = -(-size * int(bits or 8) // 8)
+        out.append((f"{dtype}[{shape}]", bytes_, "S(" not in layout))
+    return out
+
+
+def called(op: Op) -> dict[str, list[str]]:
+    """The computations that an operation runs, by the name of the attribute."""
+    return {kind: re.findall(r"%([\w.\-]+)", names) for kind, names in CALLS.findall(op.rest)}
+
+
+def trips(program: Program, loop: Op) -> int:
+    """How often a loop runs, 1 if that is not known.
+
+    A program for CPU says it. One for TPU shows the limit, if constant; it is taken to be counted
+    to from 0 by 1, as `lax.scan` does.
+    """
+    if known := TRIPS.search(loop.rest):
+        return int(known[1])
+    condition = program.computations[called(loop)["condition"][0]]
+    root = next(op for op in condition.values() if op.root)
+    limit = condition[root.operands[-1]]
+    counts = root.kind == "compare" and "direction=LT" in root.rest and limit.kind == "constant"
+    return int(limit.operands[0]) if counts else 1
+
+
+def executed(
+    program: Program, into: tuple[str, ...] = CONTROL
+) -> Iterator[tuple[Op, dict[str, Op], int, bool]]:
+    """Operations in the order of the text: with their computation, how often, and if in a branch.
+
+    A loop of unknown length counts once.
+    """
+
+    def walk(name: str, times: int, conditional: bool) -> Iterator[Any]:
+        computation = program.computations[name]
+        for op in computation.values():
+            yield op, computation, times, conditional
+            if op.kind in into:
+                repeat = times * trips(program, op) if op.kind == "while" else times
+                for child in (c for names in called(op).values() for c in names):
+                    yield from walk(child, repeat, conditional or op.kind == "conditional")
+
+    return walk(program.entry, 1, False)
+
+
+def collectives(program: Program) -> tuple[Collective, ...]:
+    """Equal collectives together, those of every step first."""
+    counts: Counter[tuple[bool, str, str, int]] = Counter()
+    for op, _, times, conditional in executed(program, (*CONTROL, "fusion")):
+        kind = op.kind.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            continue
+        results = arrays(op.type)
+        if op.kind in ("all-gather-start", "collective-permute-start"):
+            results = results[1:2]  # the operand comes first
+        shape = ", ".join(shape for shape, _, _ in results)
+        counts[conditional, kind, shape, sum(n for _, n, _ in results)] += times
+    return tuple(
+        Collective(kind, shape, n, n * size, conditional)
+        for (conditional, kind, shape, size), n in sorted(counts.items())
+    )
+
+
+def cycles(program: Program) -> int:
+    """Clock cycles of every step, as the TPU compiler estimates them for each operation; 0 from
+    other compilers. Branches do not count, a loop of unknown length counts once."""
+    return sum(
+        times * int(found[1])
+        for op, _, times, conditional in executed(program)
+        if not conditional and (found := CYCLES.search(op.rest))
+    )
+
+
+def operations(program: Program) -> int:
+    """Operations that every step runs one after the other, the rounds of its loops counted."""
+    return sum(
+        times
+        for op, _, times, conditional in executed(program)
+        if not conditional and op.kind not in (*VIEWS, *CONTROL) and not op.kind.endswith("-done")
+    )
+
+
+def traffic(program: Program) -> int:
+    """Bytes that every step moves between main memory and the chip, read off the program.
+
+    Operands and results that lie in main memory; of slices and updates in place, the part that
+    they touch. A prefetch into on-chip memory counts where it is made. A kernel counts as reading
+    all of its operands; branches do not count. XLA's own "bytes accessed" is several times more on
+    TPU: it also counts on-chip memory, and for each piece of a prefetch the whole array.
+    """
+    return sum(
+        times * sum(moved(program, computation, op))
+        for op, computation, times, conditional in executed(program)
+        if not conditional
+    )
+
+
+def moved(program: Program, computation: dict[str, Op], op: Op) -> tuple[int, int]:
+    """Bytes that an operation of `computation` reads from and writes to main memory."""
+    if op.kind in (*VIEWS, *CONTROL) or op.kind.endswith("-done"):
+        return 0, 0
+    if op.kind in ("copy-start", "slice-start"):
+        if "cross_program_prefetch_index" in op.rest:
+            return 0, 0  # made at the end of the step before, and counted there
+        first, second = arrays(op.type)[:2]
+        source, target = (second, first) if op.kind == "copy-start" else (first, second)
+        size = min(source[1], target[1])
+        return size * source[2], size * target[2]
+    read = 0
+    for i, name in enumerate(op.operands):
+        if name in computation:
+            full = sum(n for _, n, main in arrays(computation[name].type) if main)
+            read += full and _read(program, computation, op, i, full)
+    inner = [program.computations[c] for c in called(op).get("calls", [])]
+    return read, _written(inner[0] if inner else computation, op)
+
+
+def _read(program: Program, computation: dict[str, Op], op: Op, i: int, full: int) -> int:
+    """What `op` reads of its operand i of `full` bytes."""
+    if op.kind == "fusion":
+        inner = program.computations[called(op)["calls"][0]]
+        parameter = next(
+            p for p in inner.values() if p.kind == "parameter" and p.operands[0] == str(i)
+        )
+        return _read_by_users(program, inner, parameter, full)
+    if op.kind in SLICES and i == 0:
+        return min(full, sum(n for _, n, _ in arrays(op.type)))
+    if op.kind in UPDATES and i == 0:
+        return 0
+    if op.kind in ("bitcast", "reshape", "convert"):
+        return _read_by_users(program, computation, op, full)
+    return full
+
+
+def _read_by_users(program: Program, computation: dict[str, Op], op: Op, full: int) -> int:
+    if op.root:
+        return full
+    users = ((u, i) for u in computation.values() for i, x in enumerate(u.operands) if x == op.name)
+    return min(full, sum(_read(program, computation, u, i, full) for u, i in users))
+
+
+def _written(inner: dict[str, Op], op: Op) -> int:
+    """What `op` writes; `inner` is the computation that holds what it runs."""
+    root = next((x for x in inner.values() if x.root), op) if op.kind == "fusion" else op
+    parts = [inner[x] for x in root.operands] if root.kind == "tuple" else [root]
+    written = 0
+    for part, (_, size, main) in zip(parts, arrays(op.type), strict=False):
+        while part.kind == "bitcast":
+            part = inner[part.operands[0]]
+        update = inner.get(part.operands[UPDATES[part.kind]]) if part.kind in UPDATES else None
+        size = sum(n for _, n, _ in arrays(update.type)) if update else size
+        written += size if main else 0
+    return written

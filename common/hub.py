@@ -1,0 +1,56 @@
+"""Where a checkpoint lies: a directory, or a repository of the hub that is downloaded into one."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from common.files import first_line
+
+FILES = [
+    *("config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "tiktoken.model"),
+]
+OTHER_LAYOUTS = ["*/*", "consolidated*"]  # the same weights, as the authors' own code names them
+
+
+def locate(ckpt: str, revision: str | None = None) -> Path:
+    """`ckpt` itself if it is a directory, else where the hub's repository is downloaded to.
+
+    Raises an OSError or a ValueError of one line.
+    """
+    path = Path(os.path.expanduser(ckpt))
+    if ckpt and path.is_dir():
+        if revision is not None:
+            raise ValueError(f"{ckpt} is a local directory and has no revision {revision!r}")
+        return path
+    if path.is_file():
+        raise NotADirectoryError(f"{ckpt} is a file; a checkpoint is the directory it lies in")
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", ckpt, re.ASCII):
+        raise FileNotFoundError(f"{ckpt!r} is neither a directory nor a hub id like org/name")
+    return download(ckpt, revision)
+
+
+def download(repo: str, revision: str | None) -> Path:
+    # Imported here because it takes a third of a second, which a local checkpoint saves.
+    from huggingface_hub import errors, snapshot_download
+
+    wanted: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": OTHER_LAYOUTS}
+    try:
+        return Path(snapshot_download(repo, revision=revision, **wanted))
+    except errors.GatedRepoError:
+        what = f"accept the licence at https://huggingface.co/{repo} and set HF_TOKEN to your token"
+        raise PermissionError(f"{repo} is gated: {what}") from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        what = "neither a directory here nor a repository on the hub (a private one needs HF_TOKEN)"
+        raise FileNotFoundError(f"{repo} is {what}") from None
+    except errors.RevisionNotFoundError:
+        raise FileNotFoundError(f"{repo} has no revision {revision!r} on the hub") from None
+    except errors.LocalEntryNotFoundError:
+        what = "neither a directory here nor complete in the hub's cache"
+        raise ConnectionError(
+            f"{repo} is {what}, and the hub cannot be reached; is HF_HUB_OFFLINE set?"
+        ) from None
+    except Exception as error:  # the HTTP library's, another in each version of the hub's
+        raise OSError(f"{repo}: the download failed: {first_line(error)}") from error

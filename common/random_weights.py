@@ -1,0 +1,114 @@
+"""Weights without a checkpoint, for dry runs, benchmarks and the first step of training."""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+
+from common.quant import (
+    INT8,
+    SPECS,
+    Fp8,
+    Int8,
+    Mxfp4,
+    Shape,
+    Storage,
+    Transposed,
+    fp8_shapes,
+    mxfp4_shapes,
+    transpose_weight,
+)
+from common.sharding import P
+from common.weights import Weight, is_weight, takes
+
+Array = jax.Array
+
+STD = 0.02  # of random numbers; uniform, so that the largest is sqrt(3) times as much
+LARGEST = STD * math.sqrt(3)
+
+
+def random_weights(
+    layout: Any, mesh: Mesh, dtype: DTypeLike, seed: int, storage: Storage | None = None
+) -> Any:
+    """Random weights in place of declarations, laid out as loaded ones are; each device makes its
+    own part."""
+    key, (declared, tree) = jax.random.key(seed), jax.tree.flatten(layout, is_leaf=is_weight)
+    weights = [
+        random_weight(jax.random.fold_in(key, i), weight, mesh, np.dtype(dtype), storage)
+        for i, weight in enumerate(declared)
+    ]
+    return jax.tree.unflatten(tree, weights)
+
+
+@partial(jax.jit, static_argnames=("weight", "mesh", "dtype", "storage"))
+def random_weight(
+    key: Array, weight: Weight, mesh: Mesh, dtype: np.dtype, storage: Storage | None
+) -> Any:
+    """One weight: its `initial` number everywhere, or uniform numbers of standard deviation STD."""
+    storage = storage if takes(weight, storage) else None
+    shape = NamedSharding(mesh, weight.spec).shard_shape(weight.shape)
+
+    def make(key: Array) -> Any:
+        for axis in jax.tree.leaves(tuple(weight.spec)):
+            key = jax.random.fold_in(key, lax.axis_index(axis))
+        if weight.initial is not None:
+            return jnp.full(shape, weight.initial, weight.dtype or dtype)
+        if storage is not None:
+            return (
+                random_int8(key, shape) if storage is INT8 else storage.convert(plain(key), dtype)
+            )
+        if weight.published in RANDOM:
+            return RANDOM[weight.published](key, shape)
+        return transpose_weight(plain(key), dtype) if weight.published is Transposed else plain(key)
+
+    def plain(key: Array) -> Array:
+        return (uniform(key, shape) * LARGEST).astype(weight.dtype or dtype)
+
+    specs: Any = weight.spec
+    if storage is not None:
+        specs = storage.specs(weight.spec)
+    elif weight.published is not None:
+        specs = SPECS[weight.published](weight.spec)
+    return jax.shard_map(make, mesh=mesh, in_specs=P(), out_specs=specs)(key)
+
+
+def random_int8(key: Array, shape: Shape) -> Int8:
+    # Odd numbers, so that they balance around zero.
+    values = ((noise(key, shape) >> 25) * 2 + 1).astype(jnp.int8)
+    step = STD * math.sqrt(3 / (128**2 - 1))
+    return Int8(values, jnp.full((*shape[:-2], 1, shape[-2]), step, jnp.float32))
+
+
+def random_fp8(key: Array, shape: Shape) -> Fp8:
+    (values, dtype), (blocks, _) = fp8_shapes(shape)
+    numbers = uniform(key, values) * 448  # the largest number of fp8
+    return Fp8(numbers.astype(dtype), jnp.full(blocks, LARGEST / 448, jnp.float32))
+
+
+def random_mxfp4(key: Array, shape: Shape) -> Mxfp4:
+    (values, _), (groups, _) = mxfp4_shapes(shape)
+    codes = (noise(key, values) >> 24).astype(jnp.uint8)
+    return Mxfp4(codes, jnp.full(groups, 120, jnp.uint8))  # 2 ** -7, times 2.9 of the codes: STD
+
+
+RANDOM = {Fp8: random_fp8, Mxfp4: random_mxfp4}
+
+
+def uniform(key: Array, shape: tuple[int, ...]) -> Array:
+    """float32 in [-1, 1)."""
+    return noise(key, shape).astype(jnp.float32) / 2.0**31
+
+
+def noise(key: Array, shape: tuple[int, ...]) -> Array:
+    """Any int32 numbers: a hash of their place (Wellons' lowbias32). jax.random is 15 times slower
+    on CPU, and needs 16 bytes of temporary memory a number."""
+    x = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + jax.random.bits(key)
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return lax.bitcast_convert_type(x ^ (x >> 16), jnp.int32)

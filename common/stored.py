@@ -1,0 +1,144 @@
+"""The tensors that the safetensors files of a directory hold, from their headers alone."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from common.files import check_regular, first_line, read_json
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LARGEST_HEADER = 100_000_000  # bytes, by the format's own rule
+FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+KEPT = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "U8": np.dtype(np.uint8)}  # never cast
+DTYPES = FLOATS | KEPT
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # as the file spells it: "BF16"
+    offset: int  # bytes from the start of the file
+
+
+Tensors = dict[str, StoredTensor]  # by published name
+
+
+def open_tensors(directory: str | Path) -> Tensors:
+    """The stored tensors by published name.
+
+    Follows the index where there is one, else opens model.safetensors, else every *.safetensors.
+    """
+    directory = Path(directory)
+    single = directory / SINGLE
+    if (directory / INDEX).exists():
+        return _indexed_or_single(directory)
+    if single.exists():
+        return read_header(single)
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        pickles = sorted(f.name for f in directory.glob("*") if f.suffix in (".bin", ".pth", ".pt"))
+        only = f", only {pickles[0]}: pickles can run code and are never opened" if pickles else ""
+        raise FileNotFoundError(f"{directory} has no *.safetensors{only}")
+    tensors: Tensors = {}
+    for file in files:
+        for name, tensor in read_header(file).items():
+            if (other := tensors.setdefault(name, tensor)) is not tensor:
+                raise ValueError(f"{file}: {name} is stored in {other.file.name} as well")
+    return tensors
+
+
+def _indexed_or_single(directory: Path) -> Tensors:
+    """The tensors that the index names. A model.safetensors beside them is another checkpoint: the
+    one of the two that is complete is meant, and ValueError if both are."""
+    files = _weight_map(directory)
+    if SINGLE in files.values() or not (directory / SINGLE).exists():
+        return _open_indexed(directory, files)
+    try:
+        single = read_header(directory / SINGLE)
+    except (ValueError, OSError):
+        return _open_indexed(directory, files)
+    try:
+        indexed = _open_indexed(directory, files)
+    except (ValueError, OSError):
+        return single
+    if files.keys() <= single.keys():
+        raise ValueError(
+            f"{directory} holds two checkpoints, {SINGLE} and the files of {INDEX}: move one away"
+        )
+    return indexed
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """File names by tensor name."""
+    files = read_json(directory / INDEX).get("weight_map")
+    if not isinstance(files, dict) or {type(file) for file in files.values()} != {str}:
+        raise ValueError(f"{directory / INDEX} has no weight_map from tensor names to file names")
+    for file in files.values():
+        if Path(file).name != file or file in ("", ".."):
+            raise ValueError(f"{directory / INDEX} names {file!r}, which is not a file beside it")
+    return files
+
+
+def _open_indexed(directory: Path, files: dict[str, str]) -> Tensors:
+    example = {file: name for name, file in files.items()}
+    missing = [file for file in example if not (directory / file).exists()]
+    if missing:
+        lines = (f"{directory / file} is missing; it holds {example[file]}" for file in missing)
+        raise FileNotFoundError("\n".join(lines))
+    headers = {file: read_header(directory / file) for file in example}
+    absent = [
+        f"{directory / f} lacks {name}" for name, f in files.items() if name not in headers[f]
+    ]
+    if absent:
+        raise ValueError("\n".join(f"{line}, which {INDEX} says it holds" for line in absent))
+    return {name: headers[file][name] for name, file in files.items()}
+
+
+def read_header(file: Path) -> Tensors:
+    """The tensors of one safetensors file; ValueError when it is damaged or cut short."""
+    size = check_regular(file)
+    with open(file, "rb") as f:
+        start = 8 + int.from_bytes(f.read(8), "little")
+        if not 8 < start <= size:
+            raise ValueError(f"{file} is not a safetensors file, or is cut short at {size} bytes")
+        if start > LARGEST_HEADER:
+            raise ValueError(f"{file} has a damaged header: it claims {start} bytes")
+        header = f.read(start - 8)
+    try:
+        entries = json.loads(header, object_pairs_hook=_once)
+        entries.pop("__metadata__", None)
+        tensors = {name: _tensor(file, name, entry, start) for name, entry in entries.items()}
+        places = sorted(entry["data_offsets"] for entry in entries.values())
+        ends = [0, *(last for _, last in places)]
+        if any(first != end for (first, _), end in zip(places, ends, strict=False)):
+            raise ValueError("tensors overlap or leave a hole")
+    except Exception as error:  # a damaged header can hold anything
+        raise ValueError(f"{file} has a damaged header: {first_line(error)}") from None
+    if (end := start + ends[-1]) != size:
+        raise ValueError(f"{file} has {size} bytes, its header says {end}: an incomplete download?")
+    return tensors
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object in which no name stands twice."""
+    names = Counter(name for name, _ in pairs)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"{twice[0]} stands twice in it")
+    return dict(pairs)
+
+
+def _tensor(file: Path, name: str, entry: dict[str, Any], start: int) -> StoredTensor:
+    shape, dtype, (first, last) = entry["shape"], entry["dtype"], entry["data_offsets"]
+    if any(type(n) is not int or n < 0 for n in (*shape, first, last)) or first > last:
+        raise ValueError(f"shape or place of {name} is not made of whole numbers")
+    if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError(f"shape {shape} and place of {name} disagree")
+    return StoredTensor(file, name, tuple(shape), dtype, start + first)

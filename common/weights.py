@@ -1,0 +1,119 @@
+"""What a model file declares of its weights, and the trees that follow from it.
+
+A model file builds its `Weights` of declarations, one for each weight: shape, partition, and
+whether it is a matrix that a chosen storage applies to. Everything else that needs to know uses
+that one tree: the loader, `shard_map`, the dry run, random weights.
+"""
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from common.quant import FP8_BLOCK, MXFP4_GROUP, SHAPES, SPECS, Fp8, Mxfp4, Shape, Storage
+from common.sharding import EXPERT, TENSOR, P, Shards
+
+
+class Weight(NamedTuple):
+    """One weight, as a model file declares it."""
+
+    shape: Shape  # of a matrix [out, in], however it is stored
+    spec: PartitionSpec
+    kind: Literal["array", "matrix", "stack"]  # a stack is one matrix for each expert
+    published: type | None = None  # the storage in which a checkpoint holds it: Fp8, Mxfp4, ...
+    dtype: DTypeLike | None = None  # its own, whatever the dtype of the model
+    initial: float | None = None  # every number of a new one; None for random numbers
+
+
+# These return Any because a declaration stands in the tree where the weight will stand.
+
+
+def norm(width: int, spec: PartitionSpec | None = None, initial: float = 1.0) -> Any:
+    """The weights of a norm, whole on every device unless `spec` says otherwise; `initial` is what
+    changes nothing."""
+    return Weight((width,), P() if spec is None else spec, "array", initial=initial)
+
+
+def bias(shape: Shape, spec: PartitionSpec | None = None, dtype: DTypeLike | None = None) -> Any:
+    """A bias, or another array that is zeros in a new model."""
+    return Weight(shape, P() if spec is None else spec, "array", dtype=dtype, initial=0.0)
+
+
+def array(shape: Shape, spec: PartitionSpec | None = None, dtype: DTypeLike | None = None) -> Any:
+    """An array that no storage applies to, such as a router."""
+    return Weight(shape, P() if spec is None else spec, "array", dtype=dtype)
+
+
+def matrix(shape: Shape, spec: PartitionSpec, published: type | None = None) -> Any:
+    """A matrix [out, in]: `linear` or `embed_rows` takes it in any storage."""
+    return Weight(shape, spec, "matrix", published)
+
+
+def stack(shape: Shape, spec: PartitionSpec, published: type | None = None) -> Any:
+    """The matrices [E, out, in] of all experts, which `ragged_dot` takes."""
+    return Weight(shape, spec, "stack", published)
+
+
+def is_weight(x: Any) -> bool:
+    return isinstance(x, Weight)
+
+
+def takes(weight: Weight, storage: Storage | None) -> bool:
+    """Whether a weight is kept in the storage that the user chose. What is published quantised
+    stays as it is."""
+    if storage is None or weight.published in (Fp8, Mxfp4):
+        return False
+    return weight.kind == "matrix" or (weight.kind == "stack" and storage.stacks)
+
+
+def published_arrays(weight: Weight) -> Any:
+    """The arrays in which a checkpoint holds a weight, each declared as a plain one: the weight
+    itself, or the fields of its storage."""
+    if weight.published is None:
+        return weight
+    shapes, specs = SHAPES[weight.published](weight.shape), SPECS[weight.published](weight.spec)
+    arrays = zip(shapes, specs, strict=True)
+    return weight.published(
+        *(Weight(shape, spec, "array", dtype=dtype) for (shape, dtype), spec in arrays)
+    )
+
+
+def by_path(tree: Any) -> dict[str, Weight]:
+    """The declarations in a tree by their path, such as "layers.0.wq"."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_weight)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def specs_like(weights: Any, layout: Any) -> Any:
+    """The partition specs of `weights`, however they are stored, from their declarations."""
+
+    def specs(weight: Weight, stored: Any) -> Any:
+        return SPECS[type(stored)](weight.spec) if type(stored) in SPECS else weight.spec
+
+    return jax.tree.map(specs, layout, weights, is_leaf=is_weight)
+
+
+# Rows and columns of a published matrix that share a scale.
+BLOCKS: dict[type | None, tuple[int, int]] = {
+    Fp8: (FP8_BLOCK, FP8_BLOCK),
+    Mxfp4: (1, MXFP4_GROUP),
+}
+
+
+def check_divides(layout: Any, shards: Shards) -> None:
+    """ValueError if a mesh cannot split a weight into equal parts; of a weight in fp8 or 4 bits,
+    into parts that are whole blocks."""
+    parts = {EXPERT: shards.expert, TENSOR: shards.tensor}
+    for path, weight in by_path(layout).items():
+        rows, columns = BLOCKS.get(weight.published, (1, 1))
+        blocks = (*[1] * (len(weight.shape) - 2), rows, columns)[-len(weight.shape) :]
+        for size, axes, block in zip(weight.shape, weight.spec, blocks, strict=False):
+            n = math.prod(parts[axis] for axis in jax.tree.leaves(axes))
+            if n > 1 and size % (n * block):
+                whole = f" in whole blocks of {block}" if block > 1 else ""
+                raise ValueError(
+                    f"{path} of shape {list(weight.shape)} cannot be split: {size} does not divide "
+                    f"over {n} devices{whole}"
+                )
