@@ -1,8 +1,9 @@
-"""The one comparison of numbers in these tests."""
+"""The one comparison of numbers in these tests, and the one of refusals."""
 
 from typing import Any
 
 import numpy as np
+import pytest
 
 
 def assert_close(
@@ -47,3 +48,12 @@ def assert_close(
     ]
     assert all(within), line
     return error, relative
+
+
+def refused(error: type[Exception], match: str, function: Any, *args: Any, **options: Any) -> str:
+    """The message of `error`, which must hold `match` and be one line."""
+    with pytest.raises(error) as caught:
+        function(*args, **options)
+    message = str(caught.value)
+    assert match in message and "\n" not in message, message
+    return message

@@ -1,7 +1,9 @@
 """Settings that must stand before jax is imported: eight host devices, and nothing from the
-network."""
+network. Which tests run by default, and which with --all alone."""
 
+import collections
 import os
+import tempfile
 
 os.environ.update(
     JAX_PLATFORMS="cpu",
@@ -24,6 +26,52 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("tests")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="every test; by default, those of minutes")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: runs with --all alone")
+    config.addinivalue_line("markers", "one_in(n): of its cases, by default one in n runs")
+    if not config.getoption(
+        "--all"
+    ):  # programs of tests run once: compiling them is what takes time
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    if not hasattr(config, "workerinput"):  # programs that command lines share, in all workers
+        cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        os.environ["XDG_CACHE_HOME"] = cache.name
+        config.add_cleanup(cache.cleanup)
+
+
+ALONE = ("test_slices", "test_readme")  # files whose tests share nothing
+
+
+def takes_minutes(items):
+    """The tests that run by default."""
+    count = collections.Counter()
+    for item in items:
+        if item.get_closest_marker("full"):
+            continue
+        name, one_in = item.nodeid.split("[")[0], item.get_closest_marker("one_in")
+        count[name] += 1
+        if one_in is None or count[name] % one_in.args[0] == 1:
+            yield item
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what runs with --all alone, and keeps on one worker what shares compiled programs:
+    the tests of a file, and of one family where a file tests them all."""
+    if not config.getoption("--all"):
+        kept = list(takes_minutes(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+    for item in items:
+        family = getattr(item, "callspec", None) and item.callspec.params.get("family")
+        name = item.path.stem
+        if name not in ALONE:
+            item.add_marker(pytest.mark.xdist_group(f"{name} {family}" if family else name))
 
 
 @pytest.fixture(autouse=True, scope="module")

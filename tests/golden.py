@@ -7,10 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from compare import assert_close
-from engine import CAPACITY, SLOTS, Engine, Request, empty_cache, forward, goldens, plant_nan, serve
+from engine import (
+    CAPACITY,
+    SLOTS,
+    Engine,
+    Request,
+    empty_cache,
+    forward,
+    goldens,
+    init_state,
+    place,
+    plant_nan,
+    serve,
+)
 
-from common.quant import is_leaf, specs_like
-from common.sharding import EXPERT, TENSOR, Shards
+from common.sampling import sampling_params
+from common.sharding import DATA, P, Shards
+from common.weights import by_path, check_divides
 
 ROWS = (0, 1, 3, 4, 6)  # the slots in which the golden prompts lie; the others are empty
 
@@ -24,11 +37,11 @@ def prompt_logits(engine: Engine, dtype: Any = jnp.float32, implementation: str 
     other tokens to the longest."""
     prompts = prompts_of(engine)
     T = len(prompts[-1].tokens)
-    tokens_BT, length_B = np.full((SLOTS, T), 5, np.int32), np.zeros(SLOTS, np.int32)
+    tokens_BT, end_B = np.full((SLOTS, T), 5, np.int32), np.zeros(SLOTS, np.int32)
     for row, prompt in zip(ROWS, prompts, strict=True):
-        tokens_BT[row, : len(prompt.tokens)], length_B[row] = prompt.tokens, T
+        tokens_BT[row, : len(prompt.tokens)], end_B[row] = prompt.tokens, T
     cache = empty_cache(engine, SLOTS, dtype=dtype)
-    logits, _ = forward(engine, cache, tokens_BT, length_B, implementation)
+    logits, _ = forward(engine, cache, tokens_BT, end_B, implementation)
     return [logits[row, : len(p.tokens)] for row, p in zip(ROWS, prompts, strict=True)]
 
 
@@ -50,7 +63,7 @@ def stepwise_logits(
                 token_B[row], length_B[row] = prompt.tokens[t], t + 1
                 live.append((i, row))
         stale_B = jnp.maximum(length_B - 1, 0)
-        cache = plant_nan(cache, stale_B, engine.model.CACHE_SPEC, engine.mesh)
+        cache = plant_nan(cache, stale_B, engine.model.STATE_SPEC.cache, engine.mesh)
         logits, cache = forward(engine, cache, token_B[:, None], length_B, implementation)
         for i, row in live:
             out[i].append(logits[row, 0])
@@ -87,23 +100,24 @@ def assert_updates_in_place(engine: Engine, dtype: Any, capacity: int = 1030) ->
 
 
 def assert_divides(model: Any, config: Any, shards: Shards) -> None:
-    """Every array has a spec, and every dimension that it splits divides."""
-    sizes = {EXPERT: shards.expert, TENSOR: shards.tensor}
-    shapes = model.weight_shapes(config, shards)
-    specs = specs_like(shapes, model.weight_specs(config))
-    shapes = jax.tree.leaves(shapes, is_leaf=lambda x: is_leaf(x) and type(x) is tuple)
-    for leaf, spec in zip(shapes, jax.tree.leaves(specs), strict=True):
-        for n, axes in zip(getattr(leaf, "shape", leaf), spec, strict=False):
-            parts = np.prod([sizes[axis] for axis in jax.tree.leaves(axes)])
-            assert n % parts == 0, (leaf, spec)
+    """Every weight has a spec for each of its axes that is split, and every split axis divides."""
+    layout = model.weight_layout(config, shards)
+    check_divides(layout, shards)
+    published = by_path(model.weight_layout(config))
+    for path, weight in by_path(layout).items():
+        assert len(weight.spec) <= len(weight.shape), path
+        assert all(a >= b for a, b in zip(weight.shape, published[path].shape, strict=True)), path
 
 
 def assert_padding_never_sampled(engine: Engine) -> None:
     """Not even by slots so hot that all ids are alike."""
     model, config = engine.model, engine.config
-    assert model.weight_shapes(config, engine.shards).embed[0] > config.vocab_size
-    prompt = prompts_of(engine)[0].tokens
-    hot = [dict(temperature=1e6, seed=s) for s in range(SLOTS)]
-    requests = [Request(prompt, s, 24, sampling=hot[s]) for s in range(SLOTS)]
-    tokens = np.array(serve(engine, requests))
-    assert tokens.max() < config.vocab_size and len(np.unique(tokens)) > 60
+    assert model.weight_layout(config, engine.shards).embed.shape[0] > config.vocab_size
+    slots, tokens = 256, prompts_of(engine)[0].tokens
+    state = init_state(engine, slots, len(tokens), jnp.float32)
+    hot = sampling_params(slots, [1e6] * slots, seed=list(range(slots)))
+    state = state._replace(sampling=place(engine, hot, P(DATA)))
+    tokens_BT, count_B = jnp.tile(tokens, (slots, 1)), jnp.full(slots, len(tokens))
+    static = dict(config=config, mesh=engine.mesh)
+    drawn = np.asarray(model.prefill(engine.weights, state, tokens_BT, count_B, **static).token_B)
+    assert drawn.max() < config.vocab_size and len(np.unique(drawn)) > 60

@@ -1,7 +1,6 @@
 """The benchmarks run, on the embedded model, and say what they promise; speed is not tested."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,18 +10,23 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import pytest
+from engine import ENVIRONMENT
 
 from common.bandwidth import experts_read, step_bytes
+
+
+class Stack(NamedTuple):
+    w_up: Any
 
 
 class Tree(NamedTuple):
     embed: Any
     head: Any
-    experts: Any
+    experts: Stack
+    by_head: Any  # three axes, and no experts
 
 
 ROOT = Path(__file__).parent.parent
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
 
 
 def run(module, *words):
@@ -32,6 +36,7 @@ def run(module, *words):
     )
 
 
+@pytest.mark.full
 def test_generation_is_measured_at_every_point_and_against_the_floor(tmp_path):
     sizes = ["--batch", 1, 2, "--steps", 4, "--prefill", 32, "--rounds", 2]
     done = run("generate", "--ckpt", "llama3/embedded", *sizes, "--json", tmp_path / "out.json")
@@ -60,6 +65,7 @@ def test_perplexity_of_the_embedded_model_grows_a_little_as_precision_falls(tmp_
     assert "254 tokens scored" in done.stdout
 
 
+@pytest.mark.full
 def test_kernels_are_compared_and_measured_and_what_is_too_large_is_named():
     sizes = ["--dtype", "int8", "--batch", 1, "--length", 128, "--tokens", 1, "--repeats", 1]
     done = run("kernels", *sizes, "--gigabytes", 0.25)
@@ -82,7 +88,8 @@ def test_a_step_reads_the_experts_that_some_token_chose_and_not_the_table_beside
     """Of 4 experts 2 tokens that choose one each read 7 in 16."""
     share = experts_read(SimpleNamespace(num_experts_per_tok=1), 2)
     assert share(4) == pytest.approx(7 / 16) and experts_read(SimpleNamespace(), 2)(4) == 0
-    tree = Tree(jnp.ones((5, 3)), jnp.ones((5, 3)), jnp.ones((4, 2, 2)))
+    stack = Stack(jnp.ones((4, 2, 2)))
+    tree = Tree(jnp.ones((5, 3)), jnp.ones((5, 3)), stack, jnp.ones((3, 1, 2)))
     cache = jnp.ones(10, jnp.int8)
-    assert step_bytes(tree, cache, 0.5, share) == pytest.approx(15 * 4 + 64 * 7 / 16 + 5)
-    assert step_bytes(tree._replace(head=None), cache, 0, share) == pytest.approx(60 + 28)
+    assert step_bytes(tree, cache, 0.5, share) == pytest.approx(15 * 4 + 64 * 7 / 16 + 24 + 5)
+    assert step_bytes(tree._replace(head=None), cache, 0, share) == pytest.approx(60 + 28 + 24)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import shutil
 import signal
@@ -11,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from engine import ENVIRONMENT
 
 from common import cli
+from llama3 import model
 
 ROOT = Path(__file__).parent.parent
 EMBEDDED = ROOT / "llama3" / "embedded"
@@ -22,15 +23,8 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """One cache of compiled programs for all runs: only the first of a shape compiles."""
-    unset = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    return {**unset, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
-
-
 @pytest.fixture
-def run(environment):
+def run():
     def call(*args, stdin="", check=True):
         command = [sys.executable, "-m", "llama3.main", *args]
         done = subprocess.run(
@@ -39,7 +33,7 @@ def run(environment):
             capture_output=True,
             text=True,
             cwd=ROOT,
-            env=environment,
+            env=ENVIRONMENT,
             timeout=300,
         )
         assert not check or done.returncode == 0, done.stderr
@@ -99,6 +93,7 @@ def test_standard_input_is_one_prompt(run):
     assert from_stdin["tokens"] == records(run(*args, "--prompt", "Enter HAMLET"))[0]["tokens"]
 
 
+@pytest.mark.full
 def test_a_mesh_of_four_gives_the_same_greedy_text_as_one_device(run):
     args = ["--prompt", "KING.", "--max-new-tokens", "24", "--max-len", "64", "--dtype", "float32"]
     one = run(*args)
@@ -113,6 +108,7 @@ def test_quantised_weights_and_cache_speak_too(run):
     assert len(done.stdout.strip()) > 10
 
 
+@pytest.mark.full
 def test_a_second_run_finds_its_programs_compiled(run):
     args = ["--prompt", "KING.", "--max-new-tokens", "4", "--max-len", "72"]
 
@@ -124,7 +120,8 @@ def test_a_second_run_finds_its_programs_compiled(run):
     assert compiled("--no-compile-cache") > cold / 2
 
 
-def test_a_profile_is_written_by_a_user_who_has_set_nothing(environment, tmp_path):
+@pytest.mark.full
+def test_a_profile_is_written_by_a_user_who_has_set_nothing(tmp_path):
     """libtpu comes with the tests; where there is no TPU it must stay silent, and not crash."""
     set_here = ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY")
     done = subprocess.run(
@@ -133,7 +130,7 @@ def test_a_profile_is_written_by_a_user_who_has_set_nothing(environment, tmp_pat
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={k: v for k, v in environment.items() if k not in set_here},
+        env={k: v for k, v in ENVIRONMENT.items() if k not in set_here},
         timeout=300,
     )
     assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
@@ -165,6 +162,7 @@ def test_a_conversation_keeps_its_cache_between_turns(run, instruct):
     assert done.stdout.count("\n") >= 2
 
 
+@pytest.mark.full
 def test_random_weights_run_from_a_config_alone(run, tmp_path):
     config = json.loads((EMBEDDED / "config.json").read_text())
     file = tmp_path / "shape.json"
@@ -175,11 +173,11 @@ def test_random_weights_run_from_a_config_alone(run, tmp_path):
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_ctrl_c_ends_with_what_was_generated(environment, as_json):
+def test_ctrl_c_ends_with_what_was_generated(as_json):
     args = ["--max-new-tokens", "300", "--prompt", "KING.", "--prompt", "Enter", "--slots", "1"]
     command = [sys.executable, "-m", "llama3.main", *args, *["--json"] * as_json]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=ROOT, env=environment) as process:
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=ROOT, env=ENVIRONMENT) as process:
         first = process.stdout.readline() if as_json else process.stdout.read(20)
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=120)
@@ -193,7 +191,7 @@ def test_ctrl_c_ends_with_what_was_generated(environment, as_json):
         assert rest.endswith(b"\n")
 
 
-def test_a_reader_that_goes_away_is_not_an_error(environment):
+def test_a_reader_that_goes_away_is_not_an_error():
     command = (
         f"{sys.executable} -m llama3.main --max-new-tokens 200 | head -c 5; exit ${{PIPESTATUS[0]}}"
     )
@@ -202,7 +200,7 @@ def test_a_reader_that_goes_away_is_not_an_error(environment):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=environment,
+        env=ENVIRONMENT,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
@@ -211,7 +209,7 @@ def test_a_reader_that_goes_away_is_not_an_error(environment):
 
 def test_help_names_every_option_and_gives_examples(capsys):
     with pytest.raises(SystemExit) as stop:
-        cli.main("llama3", ["--help"])
+        cli.main(model, ["--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0
     options = "ckpt revision prompt prompts chat system raw max-new-tokens temperature top-k top-p"
@@ -253,15 +251,15 @@ LONG = " ".join(["prologue"] * 400)
         (["--chat"], "--chat needs a checkpoint with a chat template"),
         (["--chat", "--json"], "--chat reads standard input"),
         (["--system", "Be brief."], "--system needs a chat template"),
-        (["--ckpt", "llama9-1b", "--random"], "neither a directory nor a hub id"),
+        (["--ckpt", "llama9-1b", "--random"], "a directory, nor one of llama3.2-1b, llama3.2-3b"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )
 def test_bad_input_gets_one_line_before_any_weight_is_read(args, message, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "load", lambda *_: pytest.fail("weights were loaded first"))
+    monkeypatch.setattr(cli, "read_weights", lambda *_: pytest.fail("weights were loaded first"))
     monkeypatch.setattr("sys.stdin", io.StringIO("a prompt"))
     with pytest.raises(SystemExit) as stop:
-        cli.main("llama3", ["--no-compile-cache", *args])
+        cli.main(model, ["--no-compile-cache", *args])
     captured = capsys.readouterr()
     assert stop.value.code == 2
     assert captured.out == ""

@@ -1,5 +1,5 @@
 """What the compilers say that a step costs, at published widths and with nothing allocated; and the
-tool that reads it off their programs.
+command that prints it.
 
 Layers repeat, so a few of them show what one costs. What all of them cost together is not asserted
 here, `python -m common.dryrun` says it: the 80 layers of the 70B step below take 4.50 GB of weights
@@ -7,6 +7,7 @@ and 0.35 GB of cache per device, 0.10 GB of temporaries, and 163 all-reduces of 
 """
 
 import functools
+import importlib
 import json
 import math
 import os
@@ -15,24 +16,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
-from engine import FIXTURES
+from engine import hf_config
 
-from common.checkpoint import read_config
-from common.dryrun import (
-    ARRAY,
-    Collective,
-    arrays,
-    collectives,
-    devices_of,
-    dry_run,
-    executed,
-    moved,
-    parse,
-    traffic,
-)
+from common.dryrun import devices_of, dry_run
+from common.hlo import ARRAY, Collective, executed, moved, parse
 from common.quant import INT8
 from common.sharding import make_mesh
 from llama3 import model
@@ -77,7 +66,7 @@ def decode_70b():
         slots=SLOTS,
         capacity=CAPACITY,
         cache_dtype=jnp.int8,
-        form=INT8,
+        storage=INT8,
     )
 
 
@@ -145,6 +134,37 @@ def test_sampling_exchanges_a_few_numbers_per_slot_in_a_branch_that_greedy_steps
     assert sum(c.bytes for c in report.collectives if c.conditional) < 4096
 
 
+# Of two layers, for 8 and 64 slots: the cycles and operations reached. Older JAX splits the rows of
+# 4-bit experts in even and odd columns by other operations, which at 64 slots take a tenth more.
+NARROW = {
+    ("gpt_oss", "gpt-oss-20b", "bfloat16"): ((992_000, 260), (1_328_000, 272)),
+    ("gpt_oss", "gpt-oss-20b", "int8"): ((1_018_000, 296), (1_358_000, 324)),
+    ("llama3", "llama3.2-1b", "bfloat16"): ((483_000, 135), (560_000, 150)),
+    ("llama3", "llama3.2-1b", "int8"): ((509_000, 171), (591_000, 200)),
+}
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("slots", [8, 64])
+@pytest.mark.parametrize("family, size, cache", NARROW, ids=lambda x: x)
+def test_heads_of_64_are_written_without_a_loop_over_the_slots(family, size, cache, slots):
+    """As two arrays of transposed rows they took 1.2 to 170 million cycles, and up to 4,700
+    operations one after the other."""
+    module = importlib.import_module(f"{family}.model")
+    shape = importlib.import_module(f"{family}.shapes").SHAPES[size]
+    config = module.config_from_hf(shape)._replace(num_hidden_layers=2)
+    axes = dict(expert=4) if family == "gpt_oss" else dict(tensor=4)
+    mesh = make_mesh(**axes, devices=devices_of("v5e:2x2"))
+    options = dict(slots=slots, capacity=CAPACITY, cache_dtype=jnp.dtype(cache))
+    report, text = dry_run(module, config, mesh, **options)
+    in_branches = [branch for op, _, _, branch in executed(parse(text)) if op.kind == "while"]
+    assert all(in_branches), "a step that samples may loop, none other"
+    reached_cycles, reached_operations = NARROW[family, size, cache][slots == 64]
+    assert report.cycles < 1.05 * reached_cycles
+    assert report.operations < 1.05 * reached_operations
+    assert report.aliased >= report.cache
+
+
 def test_a_decoding_step_of_narrow_heads_moves_its_weights_and_its_caches_once():
     """Llama 3.2 1B on four devices: a TPU lays heads of 64 out otherwise than those of 128."""
     sizes = dict(slots=SLOTS, capacity=CAPACITY)
@@ -177,7 +197,11 @@ def prefill_8b(topology, dtype):
 
 PROMPTS = pytest.mark.parametrize(
     "topology, dtype",
-    [("cpu", jnp.float32), ("cpu", jnp.bfloat16), ("v5e:2x2", jnp.bfloat16)],
+    [
+        ("cpu", jnp.float32),
+        pytest.param("cpu", jnp.bfloat16, marks=pytest.mark.full),
+        pytest.param("v5e:2x2", jnp.bfloat16, marks=pytest.mark.full),
+    ],
     ids=["cpu-f32", "cpu-bf16", "tpu-bf16"],
 )
 
@@ -210,9 +234,11 @@ def test_reading_a_prompt_fills_its_cache_in_place(topology, dtype):
     report, _ = prefill_8b(topology, dtype)
     heads = 8 // SHARDS
     assert report.cache == PROMPT_LAYERS * 2 * heads * TOKENS * 128 * jnp.dtype(dtype).itemsize
-    assert report.aliased == report.cache
+    state = 7 * (TILE if topology != "cpu" else 4)  # length, token and sampling of one slot
+    assert report.aliased == report.cache + state
 
 
+@pytest.mark.full
 def test_on_tpu_each_layer_reads_the_prompt_with_the_splash_kernel():
     _, text = prefill_8b("v5e:2x2", jnp.bfloat16)
     calls = [line for line in text.splitlines() if KERNEL in line]
@@ -223,182 +249,11 @@ def test_on_tpu_each_layer_reads_the_prompt_with_the_splash_kernel():
 # Not bfloat16: the older compiler writes such a cache out in float32 to update it.
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["f32", "int8"])
 def test_on_cpu_a_decoding_step_updates_its_whole_state_in_place(dtype):
-    hf, layers, slots = read_config(FIXTURES / "llama3" / "scaled"), 2, 6
+    hf, layers, slots = hf_config("llama3", "scaled"), 2, 6
     axes = dict(data=2, tensor=2)
     report, _ = dry(hf, layers, "cpu", axes, slots=slots, capacity=1030, cache_dtype=dtype)
     assert report.aliased == report.cache + 7 * 4 * slots // axes["data"]
     assert report.temporaries < report.cache / layers
-
-
-# ---- the tool reads programs
-
-
-TOY = """\
-HloModule toy, is_scheduled=true
-
-%sum (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %c = f32[] add(%a, %b)
-}
-
-%body (p: (s32[], f32[64,128])) -> (s32[], f32[64,128]) {
-  %p = (s32[]{:S(6)}, f32[64,128]{1,0:T(8,128)}) parameter(0)
-  %i = s32[]{:S(6)} get-tuple-element(%p), index=0
-  %x = f32[64,128]{1,0:T(8,128)} get-tuple-element(%p), index=1
-  %y = f32[64,128]{1,0:T(8,128)} all-reduce(%x), replica_groups={{0,1}}, to_apply=%sum
-  ROOT %out = (s32[]{:S(6)}, f32[64,128]{1,0:T(8,128)}) tuple(%i, %y)
-}
-
-%limited (q: (s32[], f32[64,128])) -> pred[] {
-  %q = (s32[]{:S(6)}, f32[64,128]{1,0:T(8,128)}) parameter(0)
-  %j = s32[]{:S(6)} get-tuple-element(%q), index=0
-  %end = s32[]{:S(6)} constant(LIMIT)
-  ROOT %less = pred[]{:S(6)} compare(%j, %end), direction=LT
-}
-
-%gathers (r: f32[8,128]) -> f32[16,128] {
-  %r = f32[8,128]{1,0} parameter(0)
-  %start = (f32[8,128]{1,0}, f32[16,128]{1,0}) all-gather-start(%r), dimensions={0}
-  ROOT %done = f32[16,128]{1,0} all-gather-done(%start)
-}
-
-%nothing (s: f32[8,128]) -> f32[16,128] {
-  %s = f32[8,128]{1,0} parameter(0)
-  ROOT %zero = f32[16,128]{1,0} broadcast(%s), dimensions={0,1}
-}
-
-%scattering (t: f32[64,128]) -> f32[32,128] {
-  %t = f32[64,128]{1,0:T(8,128)} parameter(0)
-  ROOT %share = f32[32,128]{1,0} reduce-scatter(%t), dimensions={0}, to_apply=%sum
-}
-
-ENTRY %main (x: f32[64,128], s: f32[8,128], f: s32[]) -> f32[32,128] {
-  %x.1 = f32[64,128]{1,0:T(8,128)} parameter(0)
-  %s.1 = f32[8,128]{1,0} parameter(1)
-  %f = s32[] parameter(2)
-  %zero.1 = s32[]{:S(6)} constant(0)
-  %t.1 = (s32[]{:S(6)}, f32[64,128]{1,0:T(8,128)}) tuple(%zero.1, %x.1)
-  %loop = (s32[]{:S(6)}, f32[64,128]{1,0:T(8,128)}) while(%t.1), condition=%limited, body=%bodyTRIPS
-  %l = f32[64,128]{1,0:T(8,128)} get-tuple-element(%loop), index=1
-  %pick = f32[16,128]{1,0} conditional(%f, %s.1, %s.1), branch_computations={%gathers, %nothing}
-  ROOT %fused = f32[32,128]{1,0} fusion(%l), kind=kCustom, calls=%scattering
-}
-"""
-KNOWN = ', backend_config={"known_trip_count":{"n":"5"},"known_init_step":{}}'
-
-
-@pytest.mark.parametrize(
-    "limit, known, rounds",
-    [("5)", "", 5), ("7)", KNOWN, 5), ("5), frontend", "", 5), (None, "", 1)],
-    ids=["a constant limit", "as the compiler says", "with attributes", "unknown"],
-)
-def test_collectives_count_by_loop_round_inside_fusions_and_apart_in_branches(limit, known, rounds):
-    text = TOY.replace("LIMIT)", limit or "5)").replace("TRIPS", known)
-    if limit is None:
-        text = text.replace("constant(5)", "add(%j, %j)")
-    assert collectives(parse(text)) == (
-        Collective("all-reduce", "f32[64,128]", rounds, rounds * 64 * 128 * 4, False),
-        Collective("reduce-scatter", "f32[32,128]", 1, 32 * 128 * 4, False),
-        Collective("all-gather", "f32[16,128]", 1, 16 * 128 * 4, True),
-    )
-
-
-def test_a_type_tells_shape_bytes_and_memory_of_each_array_in_it():
-    type_ = "(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, s4[3]{0}, /*index=2*/pred[], f8e4m3fn[2,2]{1,0})"
-    assert arrays(type_) == [
-        ("bf16[8,128]", 2048, False),
-        ("s4[3]", 2, True),
-        ("pred[]", 1, True),
-        ("f8e4m3fn[2,2]", 4, True),
-    ]
-
-
-MOVES = """\
-%slice (p0: f32[64,128], p1: s32[]) -> f32[1,128] {
-  %p0 = f32[64,128]{1,0} parameter(0)
-  %p1 = s32[]{:S(6)} parameter(1)
-  ROOT %ds = f32[1,128]{1,0} dynamic-slice(%p0, %p1, %p1), dynamic_slice_sizes={1,128}
-}
-
-%update (q0: f32[64,128], q1: f32[1,128], q2: s32[]) -> f32[64,128] {
-  %q0 = f32[64,128]{1,0} parameter(0)
-  %q1 = f32[1,128]{1,0} parameter(1)
-  %q2 = s32[]{:S(6)} parameter(2)
-  %dus = f32[64,128]{1,0} dynamic-update-slice(%q0, %q1, %q2, %q2)
-  ROOT %view = f32[64,128]{1,0} bitcast(%dus)
-}
-
-ENTRY %main (x: f32[64,128], i: s32[]) -> f32[64,128] {
-  %x = f32[64,128]{1,0} parameter(0)
-  %row = f32[1,128]{1,0} parameter(1)
-  %chip = f32[64,128]{1,0:S(1)} parameter(2)
-  %i = s32[]{:S(6)} parameter(3)
-  ROOT %op = OP
-}
-"""
-ALL, ROW = 64 * 128 * 4, 128 * 4
-
-
-OPERATIONS = {
-    "a copy": ("f32[64,128]{1,0} copy(%x)", ALL, ALL),
-    "a sum on the chip": ("f32[64,128]{1,0:S(1)} add(%x, %chip)", ALL, 0),
-    "a view": ("f32[8192]{0} bitcast(%x)", 0, 0),
-    "a slice": ("f32[1,128]{1,0} dynamic-slice(%x, %i, %i)", ROW, ROW),
-    "a fused slice": ("f32[1,128]{1,0} fusion(%x, %i), kind=kLoop, calls=%slice", ROW, ROW),
-    "an update": ("f32[64,128]{1,0} dynamic-update-slice(%x, %row, %i, %i)", ROW, ROW),
-    "a fused update": (
-        "f32[64,128]{1,0} fusion(%x, %row, %i), kind=kLoop, calls=%update",
-        ROW,
-        ROW,
-    ),
-    "a prefetch": (
-        "(f32[64,128]{1,0:S(1)}, f32[64,128]{1,0}, u32[]{:S(2)}) copy-start(%x)",
-        ALL,
-        0,
-    ),
-    "a write back": (
-        "(f32[64,128]{1,0}, f32[64,128]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%chip)",
-        0,
-        ALL,
-    ),
-    "a piece of a prefetch": (
-        "((f32[64,128]{1,0}), f32[1,128]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%x)",
-        ROW,
-        0,
-    ),
-    "a prefetch by the step before": (
-        "(f32[64,128]{1,0:S(1)}, f32[64,128]{1,0}, u32[]{:S(2)}) copy-start(%x), "
-        "cross_program_prefetch_index=0",
-        0,
-        0,
-    ),
-    "a kernel": (
-        'f32[1,128]{1,0} custom-call(%x, %row), custom_call_target="tpu_custom_call"',
-        ALL + ROW,
-        ROW,
-    ),
-}
-
-
-@pytest.mark.parametrize("op, read, written", OPERATIONS.values(), ids=OPERATIONS)
-def test_an_operation_moves_what_it_touches_in_main_memory(op, read, written):
-    program = parse(MOVES.replace("OP", op))
-    main = program.computations["main"]
-    assert moved(program, main, main["op"]) == (read, written)
-    assert traffic(program) == read + written
-
-
-def test_the_traffic_of_a_compiled_program_is_what_its_loop_reads_and_writes():
-    @jax.jit
-    def f(x, ys):
-        return jax.lax.scan(lambda c, y: (c * y, None), x, ys)[0]
-
-    n, rounds = 1 << 16, 7
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n,), (rounds, n))]
-    got = traffic(parse(f.lower(*shapes).compile().as_text()))
-    # Each round reads a row and the product so far, and writes the product; the first one's copy.
-    assert 3 * 4 * n * rounds <= got < 1.01 * (3 * rounds + 2) * 4 * n
 
 
 # ---- the command line
@@ -420,7 +275,7 @@ def command(*args):
 def shape(tmp_path):
     """A tiny config.json."""
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(read_config(FIXTURES / "llama3" / "scaled")))
+    file.write_text(json.dumps(hf_config("llama3", "scaled")))
     return str(file)
 
 
@@ -430,7 +285,15 @@ def test_the_command_prints_one_devices_share_and_nothing_else(shape, tmp_path):
     done = command("llama3", "--shape", shape, *options, "--hlo", str(hlo))
     assert (done.returncode, done.stderr) == (0, "")
     labels = ["compiled for 4 devices", "weights", "cache", "temporaries", "memory in all"]
-    labels += ["traffic", "flops", "collectives", *["    "] * 3, "  in branches", *["    "] * 4]
+    labels += [
+        "traffic",
+        "flops",
+        "operations",
+        "collectives",
+        *["    "] * 3,
+        "  in branches",
+        *["    "] * 4,
+    ]
     lines = done.stdout.splitlines()
     assert len(lines) == len(labels)
     assert all(line.startswith(label) for line, label in zip(lines, labels, strict=True))
@@ -446,6 +309,7 @@ def test_the_command_compiles_a_prefill_for_a_tpu_and_prints_nothing_else(shape)
     assert done.stdout.startswith("compiled for 1 devices")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "args, message",
     [
@@ -456,6 +320,7 @@ def test_the_command_compiles_a_prefill_for_a_tpu_and_prints_nothing_else(shape)
         (["--mesh", "tensor=64"], "64 devices, but the model has only"),
         (["--mesh", "data=3"], "--slots 8 do not divide over data=3"),
         (["--layers", "0"], "--layers 0: must be at least 1"),
+        (["--layers", "9"], "--layers 9: the model has only 2"),
         (["--implementation", "none"], "unknown implementation 'none'"),
         (["--hlo", "/nowhere/hlo.txt"], "/nowhere/hlo.txt"),
     ],
@@ -471,7 +336,7 @@ def test_a_config_that_lacks_a_number_gets_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
     done = command("llama3", "--shape", str(tmp_path / "config.json"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"error: --shape '.*config.json' has no '\w+'\n", done.stderr)
+    assert done.stderr == "error: config.json has no model_type, which this model needs\n"
 
 
 def test_a_step_that_does_not_fit_gets_one_line():

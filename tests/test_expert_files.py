@@ -1,6 +1,7 @@
 """Experts arrive from every layout in which they are published: a file entry each, all in one with
 either order of axes, and in 4 or 8 bits, which they keep."""
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -8,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close
-from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
-from common import checkpoint as ck
-from common.checkpoint import Axes
-from common.quant import INT8, Fp8, Int8, Mxfp4, fp8_shapes, mxfp4_shapes
-from common.sharding import EXPERT, TENSOR, make_mesh, model_shards, round_up
+from common.checkpoint import Axes, load_weights
+from common.quant import INT8, Fp8, Int8, Mxfp4
+from common.random_weights import random_weights
+from common.sharding import EXPERT, TENSOR, P, Shards, make_mesh, model_shards, round_up
+from common.weights import array, matrix, stack
 
 BF16, FP8 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
 E, F, D, N, L = 12, 7, 64, 150, 2  # of experts more than digits; widths that nothing divides
@@ -32,25 +33,31 @@ class Weights(NamedTuple):
     layers: tuple[Layer, ...]
 
 
-def shapes(tensor=1):
-    stack = (E, round_up(F, tensor), D)
-    return Weights((Layer((E, D), stack, stack, mxfp4_shapes(stack), fp8_shapes((N, D))),) * L)
+def layout(config, shards=Shards()):  # noqa: B008
+    shape, spec = (E, round_up(F, shards.tensor), D), P(EXPERT, TENSOR, None)
+    layer = Layer(
+        router=array((E, D)),
+        each=stack(shape, spec),
+        fused=stack(shape, spec),
+        packed=stack(shape, spec, Mxfp4),
+        square=matrix((N, D), P(None, None), Fp8),
+    )
+    return Weights((layer,) * L)
 
 
-def specs():
-    stack = P(EXPERT, TENSOR, None)
-    return Weights((Layer(P(), stack, stack, stack, P(None, None)),) * L)
+def table(config, shards=Shards()):  # noqa: B008
+    return {
+        "m.*.router.weight": "layers.*.router",
+        "m.*.experts.*.up.weight": "layers.*.each",
+        "m.*.experts.fused": ("layers.*.fused", Axes.SWAPPED),
+        "m.*.experts.packed_blocks": ("layers.*.packed.values", Axes.SPLIT),
+        "m.*.experts.packed_scales": "layers.*.packed.scale",
+        "m.*.square.weight": "layers.*.square.values",
+        "m.*.square.weight_scale_inv": "layers.*.square.scale",
+    }
 
 
-TABLE: ck.Table = {
-    "m.*.router.weight": ("layers.*.router", None),
-    "m.*.experts.*.up.weight": ("layers.*.each", None),
-    "m.*.experts.fused": ("layers.*.fused", Axes.SWAPPED),
-    "m.*.experts.packed_blocks": ("layers.*.packed.values", Axes.SPLIT),
-    "m.*.experts.packed_scales": ("layers.*.packed.scale", None),
-    "m.*.square.weight": ("layers.*.square.values", None),
-    "m.*.square.weight_scale_inv": ("layers.*.square.scale", None),
-}
+MODEL_FILE = SimpleNamespace(weight_layout=layout, checkpoint_table=table)
 
 
 def stored_tensors():
@@ -97,9 +104,7 @@ ON_MESHES = pytest.mark.parametrize("axes", MESHES, ids=lambda a: "-".join(a) or
 
 def load(directory, axes, **options):
     mesh = make_mesh(**axes)
-    padded = shapes(model_shards(mesh).tensor)
-    form = (TABLE, shapes(), padded, specs(), mesh, np.dtype(np.float32))
-    return ck.load_weights(directory, *form, **options), mesh
+    return load_weights(directory, MODEL_FILE, None, mesh, np.float32, **options), mesh
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +128,7 @@ def test_experts_arrive_in_order_padded_and_split_from_every_layout(checkpoint, 
 
 @ON_MESHES
 def test_int8_takes_the_stacks_and_leaves_routers_and_what_is_quantised(checkpoint, axes):
-    weights, mesh = load(checkpoint, axes, form=INT8)
+    weights, mesh = load(checkpoint, axes, storage=INT8)
     want = expected(stored_tensors(), model_shards(mesh).tensor)
     for got, wanted in zip(weights.layers, want.layers, strict=True):
         for name in ("each", "fused"):
@@ -136,11 +141,10 @@ def test_int8_takes_the_stacks_and_leaves_routers_and_what_is_quantised(checkpoi
 
 
 @ON_MESHES
-@pytest.mark.parametrize("form", [None, INT8], ids=["plain", "int8"])
-def test_random_experts_are_laid_out_like_loaded_ones_and_are_finite(checkpoint, axes, form):
-    loaded, mesh = load(checkpoint, axes, form=form)
-    padded = shapes(model_shards(mesh).tensor)
-    random = ck.random_weights(padded, specs(), mesh, np.dtype(np.float32), 0, form)
+@pytest.mark.parametrize("storage", [None, INT8], ids=["plain", "int8"])
+def test_random_experts_are_laid_out_like_loaded_ones_and_are_finite(checkpoint, axes, storage):
+    loaded, mesh = load(checkpoint, axes, storage=storage)
+    random = random_weights(layout(None, model_shards(mesh)), mesh, np.float32, 0, storage)
     assert jax.tree.structure(random) == jax.tree.structure(loaded)
     for a, b in zip(jax.tree.leaves(random), jax.tree.leaves(loaded), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)

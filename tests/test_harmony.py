@@ -7,7 +7,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from common import cli, serve
+from common import converse
+from common.arguments import parser
 from common.harmony import FINAL, Place, follow, speaks_harmony
 from common.serve import Event
 from common.tokenizer import Tokenizer, encode
@@ -36,7 +37,7 @@ def tok():
 
 
 def options(*argv):
-    return cli.parser("gpt_oss").parse_args(argv)
+    return parser("gpt_oss").parse_args(argv)
 
 
 def events(tok, text, finish="stop"):
@@ -46,9 +47,9 @@ def events(tok, text, finish="stop"):
 
 def reply_to(tok, text, *argv, finish="stop"):
     args = options(*argv)
-    reply, shown = cli.start_reply(tok, args), ""
+    reply, shown = converse.start_reply(tok, args), ""
     for event in events(tok, text, finish):
-        reply, more = cli.extend(tok, reply, event, 0.0, args)
+        reply, more = converse.extend(tok, reply, event, 0.0, args)
         shown += more
     assert shown == "".join(reply.text)
     return reply
@@ -89,10 +90,10 @@ def test_raw_prompts_and_other_tokenizers_show_everything(tok):
 
 
 def test_an_answer_that_did_not_begin_is_reported(tok, capsys):
-    cli.note_silence(reply_to(tok, THOUGHT, finish="length"))
+    converse.note_silence(reply_to(tok, THOUGHT, finish="length"))
     assert "--max-new-tokens" in capsys.readouterr().err
-    cli.note_silence(reply_to(tok, THOUGHT + ANSWER, finish="length"))
-    cli.note_silence(reply_to(tok, THOUGHT, "--raw", finish="length"))
+    converse.note_silence(reply_to(tok, THOUGHT + ANSWER, finish="length"))
+    converse.note_silence(reply_to(tok, THOUGHT, "--raw", finish="length"))
     assert not capsys.readouterr().err
 
 
@@ -103,11 +104,10 @@ def test_a_conversation_remembers_answers_alone(tok, monkeypatch):
         prompts.append(tok.backend.decode(requests[0].prompt, skip_special_tokens=False))
         yield from events(tok, THOUGHT + ANSWER)
 
-    monkeypatch.setattr(serve, "serve", scripted)
+    monkeypatch.setattr(converse, "serve", scripted)
     monkeypatch.setattr("sys.stdin", io.StringIO("2 + 2?\nSure?\n"))
-    source, job = SimpleNamespace(tokenizer=tok), SimpleNamespace(engine=SimpleNamespace())
-    job.engine.capacity = 1000
-    cli.run_chat(source, options("--chat", "--show-analysis"), job, None, written.append)
+    session = SimpleNamespace(model=SimpleNamespace(tokenizer=tok), capacity=1000)
+    converse.converse(session, options("--chat", "--show-analysis"), None, written.append)
     turn = "<|start|>user<|message|>{}<|end|>"
     first = turn.format("2 + 2?")
     said = "<|start|>assistant<|message|>Père: 4<|end|>"

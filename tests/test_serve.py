@@ -1,8 +1,5 @@
 """The serving loop: what a request gets depends on the request alone."""
 
-import json
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,137 +8,120 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common import serve as serving
-from common.checkpoint import load_weights
+from common.load import load
 from common.score import logits
-from common.serve import Engine, Request, buckets, serve, start_session
-from common.sharding import make_mesh, model_shards
+from common.serve import Request, buckets, serve, start_session
+from common.sharding import make_mesh
 from llama3 import model
 
-EMBEDDED = Path(model.__file__).parent / "embedded"
-CONFIG = model.config_from_hf(json.loads((EMBEDDED / "config.json").read_text()))
 PROMPTS = [[0, *range(40, 40 + n)] for n in (3, 17, 1, 40, 9, 33, 5)]
 SAMPLED = dict(temperature=0.9, top_k=50, top_p=0.95)
 
 
-def make_engine(slots=2, capacity=96, **axes):
-    mesh = make_mesh(**axes)
-    n = model_shards(mesh)
-    weights = load_weights(
-        EMBEDDED,
-        model.checkpoint_table(CONFIG, n),
-        model.weight_shapes(CONFIG),
-        model.weight_shapes(CONFIG, n),
-        model.weight_specs(CONFIG),
-        mesh,
-        jnp.float32,
-    )
-    return Engine(model, CONFIG, mesh, weights, slots, capacity, jnp.dtype("float32"))
+def open_session(slots=2, capacity=96, **axes):
+    return start_session(load(model, mesh=make_mesh(**axes), dtype="float32"), slots, capacity)
 
 
 @pytest.fixture(scope="module")
-def engine():
-    return make_engine()
+def session():
+    return open_session()
 
 
-@pytest.fixture(scope="module")
-def session(engine):
-    return start_session(engine)
+@pytest.fixture
+def another(session):
+    """A new session of the same model."""
+    return start_session(session.model, session.slots, session.capacity)
 
 
-def answers(engine, requests, session=None, stop_ids=(), **kwargs):
+def answers(session, requests, stop_ids=(), **kwargs):
     """The tokens and the finish reason of every request."""
-    session = session or start_session(engine)
     tokens, finish = [[] for _ in requests], [None] * len(requests)
-    for event in serve(engine, requests, stop_ids, session, **kwargs):
+    for event in serve(session, requests, stop_ids, **kwargs):
         assert finish[event.request] is None, "a token after the last one"
         tokens[event.request].append(event.token)
         finish[event.request] = event.finish
     return tokens, finish
 
 
-def greedy_by_full_forward(engine, prompt, count):
+def greedy_by_full_forward(model_, prompt, count):
     """The slowest way: the whole text through `logits` again for every token."""
-    tokens = list(prompt)
-    size = 64
-    run = jax.jit(
-        lambda w, c, t: logits(
-            model,
-            w,
-            c,
-            t,
-            jnp.array([size]),
-            config=CONFIG,
-            mesh=engine.mesh,
-            implementation="reference",
-        )[0]
-    )
-    cache = model.init_cache(CONFIG, 1, size, jnp.float32)
+    tokens, size, config = list(prompt), 64, model_.config
+    static = dict(config=config, mesh=model_.mesh, implementation="reference")
+    run = jax.jit(lambda w, c, t: logits(model, w, c, t, jnp.array([size]), **static)[0])
+    cache = model.init_state(config, 1, size, jnp.float32).cache
     for _ in range(count):
         padded = np.array([tokens + [0] * (size - len(tokens))], np.int32)
-        tokens.append(int(run(engine.weights, cache, padded)[0, len(tokens) - 1].argmax()))
+        tokens.append(int(run(model_.weights, cache, padded)[0, len(tokens) - 1].argmax()))
     return tokens[len(prompt) :]
 
 
-def test_more_prompts_than_slots_each_get_the_tokens_of_a_full_forward(engine, session):
+def test_more_prompts_than_slots_each_get_the_tokens_of_a_full_forward(session):
     requests = [Request(p, 6) for p in PROMPTS]
-    tokens, finish = answers(engine, requests, session)
-    assert tokens == [greedy_by_full_forward(engine, p, 6) for p in PROMPTS]
+    tokens, finish = answers(session, requests)
+    assert tokens == [greedy_by_full_forward(session.model, p, 6) for p in PROMPTS]
     assert finish == ["length"] * len(PROMPTS)
 
 
-def test_a_sampled_text_depends_on_seed_and_prompt_alone(engine, session):
+def test_a_sampled_text_depends_on_seed_and_prompt_alone(session):
     requests = [Request(p, 8, **SAMPLED, seed=i) for i, p in enumerate(PROMPTS)]
-    together, _ = answers(engine, requests, session)
+    together, _ = answers(session, requests)
     order = [4, 0, 6, 2, 5, 1, 3]
-    shuffled, _ = answers(engine, [requests[i] for i in order], session)
+    shuffled, _ = answers(session, [requests[i] for i in order])
     assert [together[i] for i in order] == shuffled
-    alone = [answers(engine, [request], session)[0][0] for request in requests]
+    alone = [answers(session, [request])[0][0] for request in requests]
     assert together == alone
-    other_seeds, _ = answers(engine, [r._replace(seed=r.seed + 100) for r in requests], session)
+    other_seeds, _ = answers(session, [r._replace(seed=r.seed + 100) for r in requests])
     assert sum(a != b for a, b in zip(together, other_seeds, strict=True)) > len(requests) // 2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
-    "axes", [dict(data=2), dict(data=2, expert=2, tensor=2), dict(tensor=4)], ids=str
+    "axes", [dict(data=2, expert=2, tensor=2), dict(data=2), dict(tensor=4)], ids=str
 )
-def test_a_mesh_gives_the_same_texts(engine, session, axes):
+def test_a_mesh_gives_the_same_texts(session, axes):
     requests = [Request(p, 8, seed=i) for i, p in enumerate(PROMPTS)]
     requests += [r._replace(**SAMPLED) for r in requests]
-    expected = answers(engine, requests, session)
-    assert answers(make_engine(slots=4, **axes), requests) == expected
+    expected = answers(session, requests)
+    assert answers(open_session(slots=4, **axes), requests) == expected
 
 
-def test_capacity_and_the_number_of_slots_change_nothing(engine, session):
+@pytest.mark.full
+def test_capacity_and_the_number_of_slots_change_nothing(session):
     requests = [Request(p, 8, **SAMPLED, seed=i) for i, p in enumerate(PROMPTS)]
-    expected = answers(engine, requests, session)
-    assert answers(engine._replace(slots=5, capacity=160), requests) == expected
+    expected = answers(session, requests)
+    assert answers(start_session(session.model, 5, 160), requests) == expected
 
 
-def test_chunks_of_a_prompt_change_nothing(engine, session, monkeypatch):
+def test_chunks_of_a_prompt_change_nothing(session, another, monkeypatch):
     requests = [Request(p, 8, seed=i) for i, p in enumerate(PROMPTS)]
-    expected = answers(engine, requests, session)
-    monkeypatch.setattr(serving, "CHUNK", 16)
+    expected = answers(session, requests)
+    monkeypatch.setattr(serving, "PROMPT_CHUNK", 16)
     monkeypatch.setattr(serving, "SMALLEST_BUCKET", 4)
     assert buckets(40) == [16, 16, 8]
-    chunked = start_session(engine)
-    assert answers(engine, requests, chunked) == expected
-    assert ("prefill", 4) in chunked.programs and ("prefill", 64) not in chunked.programs
+    read, prefill = set(), model.prefill
+
+    def record(weights, state, tokens_BT, count_B, **static):
+        read.add(tokens_BT.shape[1])
+        return prefill(weights, state, tokens_BT, count_B, **static)
+
+    monkeypatch.setattr(model, "prefill", record)
+    assert answers(another, requests) == expected
+    assert read == {4, 8, 16}
 
 
-def test_a_repeated_beginning_is_read_once_and_changes_nothing(engine):
+def test_a_repeated_beginning_is_read_once_and_changes_nothing(session, another):
     first, second = Request(PROMPTS[3], 8), Request([*PROMPTS[3][:30], 7, 8, 9], 8)
-    session = start_session(engine)
-    expected = [answers(engine, [r])[0] for r in (first, second)]
-    assert [answers(engine, [r], session, reuse_multiple=1)[0] for r in (first, second)] == expected
-    assert session.stats.cached_tokens == 30
-    assert answers(engine, [second], session, reuse_multiple=1)[0] == expected[1]
-    assert session.stats.cached_tokens == 30 + 32, "the last token is always read, for its logits"
+    expected = [answers(session, [r])[0] for r in (first, second)]
+    assert [answers(another, [r], reuse_multiple=1)[0] for r in (first, second)] == expected
+    assert another.stats.cached_tokens == 30
+    assert answers(another, [second], reuse_multiple=1)[0] == expected[1]
+    assert another.stats.cached_tokens == 30 + 32, "the last token is always read, for its logits"
 
 
-def test_a_stop_id_ends_a_request_and_frees_its_slot(engine, session):
-    plain, _ = answers(engine, [Request(p, 12) for p in PROMPTS], session)
+def test_a_stop_id_ends_a_request_and_frees_its_slot(session):
+    plain, _ = answers(session, [Request(p, 12) for p in PROMPTS])
     stop = plain[1][4]
-    tokens, finish = answers(engine, [Request(p, 12) for p in PROMPTS], session, stop_ids={stop})
+    tokens, finish = answers(session, [Request(p, 12) for p in PROMPTS], stop_ids={stop})
     for got, full, reason in zip(tokens, plain, finish, strict=True):
         cut = full.index(stop) + 1 if stop in full else 12
         assert got == full[:cut]
@@ -149,33 +129,35 @@ def test_a_stop_id_ends_a_request_and_frees_its_slot(engine, session):
     assert not np.asarray(session.state.length_B).any()
 
 
-def test_a_full_cache_ends_a_request_after_the_last_token_that_it_can_hold(engine, session):
-    room = engine.capacity - len(PROMPTS[3]) + 1
-    tokens, finish = answers(engine, [Request(PROMPTS[3], 10_000)], session)
+def test_a_full_cache_ends_a_request_after_the_last_token_that_it_can_hold(session):
+    room = session.capacity - len(PROMPTS[3]) + 1
+    tokens, finish = answers(session, [Request(PROMPTS[3], 10_000)])
     assert len(tokens[0]) == room
     assert finish == ["length"]
-    larger, _ = answers(engine._replace(capacity=128), [Request(PROMPTS[3], room)])
+    larger, _ = answers(start_session(session.model, 2, 128), [Request(PROMPTS[3], room)])
     assert tokens == larger
 
 
-def test_a_reader_who_stops_early_leaves_the_session_usable(engine):
-    session = start_session(engine)
-    events = serve(engine, [Request(p, 12) for p in PROMPTS], (), session)
+def test_a_reader_who_stops_early_leaves_the_session_usable(session, another):
+    events = serve(another, [Request(p, 12) for p in PROMPTS])
     for _ in range(9):
         next(events)
     events.close()
-    assert not np.asarray(session.state.length_B).any()
+    assert not np.asarray(another.state.length_B).any()
     requests = [Request(p, 6) for p in PROMPTS]
-    assert answers(engine, requests, session) == answers(engine, requests)
+    assert answers(another, requests) == answers(session, requests)
 
 
-def test_statistics_count_every_token_once(engine):
-    session = start_session(engine)
-    answers(engine, [Request(p, 6) for p in PROMPTS], session)
-    assert session.stats.prefill_tokens == sum(map(len, PROMPTS))
-    assert session.stats.decode_tokens == 5 * len(PROMPTS)
-    assert 0 < session.stats.filled < session.stats.decode_steps
-    assert session.stats.compile_s > 0
+def test_statistics_count_every_token_and_every_compilation_once(session):
+    fresh = start_session(session.model, 2, 97)  # a capacity that nothing was compiled for
+    answers(fresh, [Request(p, 6) for p in PROMPTS])
+    assert fresh.stats.prefill_tokens == sum(map(len, PROMPTS))
+    assert fresh.stats.decode_tokens == 5 * len(PROMPTS)
+    assert 0 < fresh.stats.filled < fresh.stats.decode_steps
+    compiled = fresh.stats.compile_s
+    assert compiled > 0 and fresh.stats.prefill_s > 0 and fresh.stats.decode_s > 0
+    answers(fresh, [Request(p, 6) for p in PROMPTS])
+    assert fresh.stats.compile_s == compiled, "a program was compiled twice"
 
 
 @pytest.mark.parametrize(
@@ -188,24 +170,62 @@ def test_statistics_count_every_token_once(engine):
         (Request([1], 4, top_p=0.0), "top_p must be"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_before_any_work(
-    engine, session, request_, message
-):
+def test_a_request_that_cannot_be_served_is_refused_before_any_work(session, request_, message):
     before = session.stats.prefill_tokens
     with pytest.raises(ValueError, match=message):
-        next(serve(engine, [Request([1], 4), request_], (), session))
+        next(serve(session, [Request([1], 4), request_]))
     assert session.stats.prefill_tokens == before
 
 
 def test_slots_that_do_not_divide_over_the_data_axis_are_refused():
     with pytest.raises(ValueError, match="3 slots cannot be split evenly over data=2"):
-        start_session(make_engine(slots=3, data=2))
+        open_session(slots=3, data=2)
+
+
+# ---- insert
+
+
+def states(model_, slots=4, capacity=40, dtype=jnp.float32):
+    make = model.init_state
+    state, prompt = (make(model_.config, n, capacity, dtype) for n in (slots, 2))
+    return state, jax.tree.map(lambda x: jnp.full_like(x, 7), prompt)
+
+
+def test_insert_copies_rows_into_the_slots_that_it_is_given_and_no_others(session):
+    state, prompt = states(session.model)
+    state = model.insert(state, prompt, np.array([2, -1]), mesh=session.model.mesh)
+    for leaf in jax.tree.leaves(state):
+        filled = np.asarray(leaf).reshape(4, -1).astype(np.float32)
+        assert (filled[2] == 7).all() and not (filled[[0, 1, 3]] == 7).any()
+
+
+@pytest.mark.parametrize("slots", [[4, 0], [-2, 0], [1, 1], [0]], ids=str)
+def test_a_slot_that_is_not_there_or_is_taken_twice_is_refused(session, slots):
+    state, prompt = states(session.model)
+    with pytest.raises(ValueError, match=r"^insert (into slots|needs one)"):
+        model.insert(state, prompt, np.array(slots), mesh=session.model.mesh)
+
+
+def test_a_slot_on_another_data_shard_cannot_be_named():
+    mesh = make_mesh(data=2)
+    config = load(model).config
+    state, prompt = (model.init_state(config, n, 40, jnp.float32) for n in (4, 2))
+    with pytest.raises(ValueError, match=r"\[0, 2\), counted within the data shard of its row"):
+        model.insert(state, prompt, np.array([3, -1]), mesh=mesh)
+
+
+@pytest.mark.parametrize("other", [dict(capacity=41), dict(dtype=jnp.bfloat16)], ids=str)
+def test_states_of_another_capacity_or_dtype_are_refused(session, other):
+    state, _ = states(session.model)
+    _, prompt = states(session.model, **other)
+    with pytest.raises(ValueError, match="states of one capacity and one dtype of cache"):
+        model.insert(state, prompt, np.array([0, 1]), mesh=session.model.mesh)
 
 
 @given(st.integers(1, 5000))
 def test_buckets_hold_the_prompt_and_come_from_a_short_list(count):
     lengths = buckets(count)
     assert sum(lengths[:-1]) < count <= sum(lengths)
-    assert lengths[:-1] == [serving.CHUNK] * (len(lengths) - 1)
+    assert lengths[:-1] == [serving.PROMPT_CHUNK] * (len(lengths) - 1)
     assert lengths[-1] in {32, 64, 128, 256, 512}
     assert lengths[-1] < 2 * (count - sum(lengths[:-1])) or lengths[-1] == serving.SMALLEST_BUCKET

@@ -240,9 +240,9 @@ def test_a_directory_without_a_tokenizer_names_the_files_it_lacks(tmp_path):
     [
         ("tokenizer.json", "{", "tokenizer.json: .*download it again"),
         ("tokenizer.json", {"model": {"type": "Unheard"}}, "tokenizer.json: .*download it again"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json: not valid JSON"),
-        ("config.json", "", "config.json: not valid JSON"),
-        ("config.json", "[]", "config.json: expected a JSON object, not list"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
+        ("config.json", "", "config.json is not JSON"),
+        ("config.json", "[]", "config.json does not hold a JSON object, but a list"),
         ("generation_config.json", {"eos_token_id": "2"}, "eos_token_id must be an integer"),
     ],
 )
@@ -255,7 +255,7 @@ def test_a_damaged_file_is_a_value_error_that_names_it(checkpoint, name, content
 def test_a_template_that_is_not_text_is_a_value_error_that_names_it(checkpoint):
     directory = checkpoint("chat_template.jinja", "")
     (directory / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"chat_template\.jinja: not UTF-8"):
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8"):
         tk.load_tokenizer(directory)
 
 

@@ -1,19 +1,22 @@
 """Writes docs/differences.md: what each model file does that llama3's does not, definition by
 definition. And renumbers the READMEs' links to lines of code.
 
-    python tools/differences.py
+    python tools/differences.py [family ...]
+
+A family that is named joins the page, which keeps those that it has.
 """
 
 import ast
 import difflib
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "differences.md"
 BASE = "llama3"
-FAMILIES = ("gpt2", "qwen3", "gpt_oss")
+FAMILIES = re.findall(rf"^## {BASE} → (\w+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 HEAD = """# From llama3 to the others
 
@@ -73,8 +76,8 @@ def section(family: str) -> str:
     return "\n\n".join(parts)
 
 
-def page() -> str:
-    return "\n\n".join([HEAD.strip(), *map(section, FAMILIES)]) + "\n"
+def page(families: list[str]) -> str:
+    return "\n\n".join([HEAD.strip(), *map(section, families)]) + "\n"
 
 
 def renumbered(readme: Path) -> str:
@@ -94,8 +97,8 @@ def renumbered(readme: Path) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(), encoding="utf-8")
-    for family in FAMILIES:
+    families = sorted({*FAMILIES, *sys.argv[1:]})
+    PAGE.write_text(page(families), encoding="utf-8")
+    for family in (BASE, *families):
         readme = ROOT / family / "README.md"
         readme.write_text(renumbered(readme), encoding="utf-8")

@@ -31,10 +31,11 @@ from jax.sharding import NamedSharding
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from common.checkpoint import Axes
-from common.quant import MXFP4_GROUP, Mxfp4, e2m1, is_leaf, specs_like
+from common.checkpoint import Axes, rows_by_path, starred, stored_layout
+from common.quant import MXFP4_GROUP, Mxfp4, e2m1
 from common.score import logits
 from common.sharding import make_mesh
+from common.weights import Weight, is_weight
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 SPECIAL_TOKENS = {  # where they are others: what begins, what ends
@@ -183,24 +184,21 @@ def train_tokenizer(plays: list[str], vocab_size: int, bos: str | None, eos: str
 
 
 def initial_weights(model: Any, config: Any, seed: int, mesh: jax.sharding.Mesh) -> Any:
-    """Normal matrices of std 0.02, unit norms, and zeros for what is published as a bias or as
-    sinks."""
-    shapes, specs = model.weight_shapes(config), model.weight_specs(config)
-    table = model.checkpoint_table(config).items()
-    biases = {path for name, (path, _) in table if name.endswith(("bias", "sinks"))}
-    is_shape = lambda x: isinstance(x, tuple) and all(isinstance(n, int) for n in x) and x != ()
-    leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=is_shape)
+    """What the model file declares as the first numbers of a weight, or normal ones of standard
+    deviation 0.02."""
+    weights, tree = jax.tree.flatten(stored_layout(model.weight_layout(config)), is_leaf=is_weight)
 
-    def initial(path: Any, shape: Any, key: jax.Array) -> jax.Array:
-        shape = getattr(shape, "shape", shape)
-        if re.sub(r"\d+", "*", jax.tree_util.keystr(path, simple=True, separator=".")) in biases:
-            return jnp.zeros(shape)
-        return jnp.ones(shape) if len(shape) == 1 else 0.02 * jax.random.normal(key, shape)
+    def initial(weight: Weight, key: jax.Array) -> jax.Array:
+        if weight.initial is not None:
+            return jnp.full(weight.shape, weight.initial)
+        return 0.02 * jax.random.normal(key, weight.shape)
 
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    arrays = [initial(*leaf, k) for leaf, k in zip(leaves, keys, strict=True)]
-    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs_like(shapes, specs))
-    return jax.device_put(jax.tree.unflatten(tree, arrays), shardings)
+    keys = jax.random.split(jax.random.key(seed), len(weights))
+    arrays = [
+        jax.device_put(initial(weight, key), NamedSharding(mesh, weight.spec))
+        for weight, key in zip(weights, keys, strict=True)
+    ]
+    return jax.tree.unflatten(tree, arrays)
 
 
 def make_step(model: Any, config: Any, mesh: jax.sharding.Mesh, steps: int, peak: float) -> Any:
@@ -212,7 +210,7 @@ def make_step(model: Any, config: Any, mesh: jax.sharding.Mesh, steps: int, peak
         scores, _ = logits(
             model,
             weights,
-            model.init_cache(config, 1, context, jnp.float32),
+            model.init_state(config, 1, context, jnp.float32).cache,
             tokens[None, :-1],
             jnp.array([context]),
             config=config,
@@ -247,7 +245,7 @@ def make_step(model: Any, config: Any, mesh: jax.sharding.Mesh, steps: int, peak
 
 
 def quantize_mxfp4(w: jax.Array) -> Mxfp4:
-    """Matrices [.., N, K] in 4-bit floats, each the nearest one, under scales with which the
+    """Matrices [.., out, in] in 4-bit floats, each the nearest one, under scales with which the
     largest of a group does not overflow (6 is the largest number there is)."""
     groups = w.reshape(*w.shape[:-1], -1, MXFP4_GROUP)
     largest = jnp.maximum(jnp.abs(groups).max(-1, keepdims=True), 2.0**-120)
@@ -261,12 +259,12 @@ def quantize_mxfp4(w: jax.Array) -> Mxfp4:
 def as_published(model: Any, config: Any, weights: Any) -> Any:
     """The trained weights with the numbers that are stored: of 4 bits, or bfloat16."""
 
-    def store(shape: Any, w: jax.Array) -> Any:
-        if isinstance(shape, Mxfp4):
-            return quantize_mxfp4(w)
-        return w.astype(jnp.bfloat16).astype(jnp.float32)
+    def store(declared: Weight, weight: Any) -> Any:
+        if declared.published is Mxfp4:
+            return quantize_mxfp4(weight)
+        return jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), weight)
 
-    return jax.tree.map(store, model.weight_shapes(config), weights, is_leaf=is_leaf)
+    return jax.tree.map(store, model.weight_layout(config), weights, is_leaf=is_weight)
 
 
 def as_stored(leaf: jax.Array, order: Any) -> np.ndarray:
@@ -281,13 +279,11 @@ def as_stored(leaf: jax.Array, order: Any) -> np.ndarray:
 
 def published_tensors(model: Any, config: Any, weights: Any) -> dict[str, np.ndarray]:
     """The weights under their published names, by reading the checkpoint table backwards."""
-    # The last name, where there are several.
-    names = {p: (name, order) for name, (p, order) in model.checkpoint_table(config).items()}
-    tensors = {}
+    rows, tensors = rows_by_path(model.checkpoint_table(config)), {}
     for keys, leaf in jax.tree.leaves_with_path(weights):
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
-        numbers = re.findall(r"\d+", path)
-        name, order = names[re.sub(r"\d+", "*", path)]
+        pattern, numbers = starred(path)
+        name, order = rows[pattern]
         name, array = name.replace("*", "{}"), as_stored(leaf, order)
         stacked = name.count("{}") > len(numbers)
         for i, matrix in enumerate(array if stacked else [array]):

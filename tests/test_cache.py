@@ -1,0 +1,236 @@
+"""Caches: what is written where, against loops of plain numpy; and a latent cache whose positions
+are split over devices, against one that is not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from compare import assert_close
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from common import cache
+from common.cache import KVCache, RowCache, append_latent, attend_latent, empty_cache, empty_latent
+from common.sharding import DATA, MODEL, TENSOR, P, make_mesh
+
+INT32 = np.iinfo(np.int32)
+B, K, S, H = 3, 2, 7, 5
+BITS = {"float32": np.uint32, "bfloat16": np.uint16, "int8": np.uint8}
+
+
+def bits(x):
+    x = np.asarray(x)
+    return x.view(BITS[x.dtype.name])
+
+
+def random_bits(rng, shape, dtype):
+    """Any numbers, half of them quiet NaN: with any payload in float32, with none in bfloat16,
+    which a CPU may move through float32."""
+    x = rng.integers(0, np.iinfo(BITS[dtype]).max, shape, BITS[dtype], endpoint=True)
+    if dtype == "int8":
+        return x.view(np.int8)
+    if dtype == "float32":
+        finite, nan = x & 0xBFFFFFFF, x | 0x7FC00000
+    else:
+        finite, nan = x & 0xBFFF, x & 0x8000 | 0x7FC0
+    x = np.where(rng.random(shape) < 0.5, nan, finite).astype(BITS[dtype])
+    return x.view(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def starts(T):
+    """[B], each so that T tokens lie before, across, inside or past the cache."""
+    edges = [INT32.min, INT32.max, -T, 1 - T, S - T, S - 1, S]
+    start_B = st.lists(st.integers(-T - 2, S + 3) | st.sampled_from(edges), min_size=B, max_size=B)
+    return start_B.map(lambda x: np.array(x, np.int32))
+
+
+PLACES = settings(max_examples=40, phases=[Phase.generate])  # a failure is small as it is
+append = jax.jit(cache.append)
+APPENDS = pytest.mark.parametrize("T", [1, 4, S + 2])
+WIDTHS = pytest.mark.parametrize("H", [5, 128], ids=["rows", "apart"])
+
+
+def written(start_B, T):
+    """(row, token, position) of what lands inside."""
+    for b, t in np.ndindex(B, T):
+        if 0 <= (s := int(start_B[b]) + t) < S:
+            yield b, t, s
+
+
+def stored(rng, H, dtype):
+    """A cache of any bits."""
+    scale = lambda: random_bits(rng, (B, K, S), "float32") if dtype == "int8" else None
+    if H % 128:
+        return RowCache(random_bits(rng, (B, K, S, 2 * H), dtype), scale(), scale())
+    k, v = (random_bits(rng, (B, K, S, H), dtype) for _ in range(2))
+    return KVCache(k, v, scale(), scale())
+
+
+def keys_and_values(layer):
+    """Keys, values and their scales, in either form."""
+    if isinstance(layer, RowCache):
+        v, k = np.split(np.asarray(layer.rows), 2, axis=-1)
+        return k, v, layer.k_scale, layer.v_scale
+    return np.asarray(layer.k), np.asarray(layer.v), layer.k_scale, layer.v_scale
+
+
+def new_tokens(rng, T, H):
+    shape = (B, T, K, H)
+    return [
+        (rng.standard_normal(shape) * 10.0 ** rng.uniform(-9, 9, (B, T, K, 1))).astype(np.float32)
+        for _ in range(2)
+    ]
+
+
+@APPENDS
+@WIDTHS
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@given(data=st.data())
+@PLACES
+def test_a_dense_cache_changes_at_the_positions_and_nowhere_else(dtype, H, T, data):
+    rng, start_B = np.random.default_rng(0), data.draw(starts(T))
+    before, new = stored(rng, H, dtype), new_tokens(rng, T, H)
+    want = [x.copy() for x in keys_and_values(before)[:2]]
+    for b, t, s in written(start_B, T):
+        for x, tokens in zip(want, new, strict=True):
+            x[b, :, s] = tokens[b, t]
+    got = keys_and_values(append(before, *new, start_B))
+    for x, y in zip(got[:2], want, strict=True):
+        np.testing.assert_array_equal(bits(x), bits(y))
+
+
+@APPENDS
+@WIDTHS
+@given(data=st.data())
+@PLACES
+def test_an_int8_cache_changes_at_the_positions_alone_and_gives_back_within_half_a_step(H, T, data):
+    rng, start_B = np.random.default_rng(0), data.draw(starts(T))
+    before, new = stored(rng, H, "int8"), new_tokens(rng, T, H)
+    after = append(before, *new, start_B)
+    untouched_BS = np.ones((B, S), bool)
+    k, v, k_scale, v_scale = keys_and_values(after)
+    for b, t, s in written(start_B, T):
+        untouched_BS[b, s] = False
+        for x, scale, tokens in ((k, k_scale, new[0]), (v, v_scale, new[1])):
+            step = np.float64(scale[b, :, s])[:, None]
+            error = np.abs(x[b, :, s] * step - tokens[b, t])
+            assert (error <= 0.5001 * step).all() and (step > 0).all()
+    for old, now in zip(keys_and_values(before), keys_and_values(after), strict=True):
+        assert old.dtype == now.dtype
+        rows_BSK = (bits(x).swapaxes(1, 2)[untouched_BS] for x in (old, now))
+        np.testing.assert_array_equal(*rows_BSK)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("rest", [(), (6,)], ids=["scales", "rows"])
+def test_a_token_is_scattered_alike_in_the_form_that_a_tpu_takes(heads, rest):
+    """Which no test here would run otherwise."""
+    rng = np.random.default_rng(0)
+    old, new = (rng.standard_normal((B, heads, n, *rest)).astype(np.float32) for n in (S, 1))
+    for at_B in ([0, S - 1, 3], [S, S + 4, 0], [2, S, 5]):
+        at_B, token = np.array(at_B), new.squeeze(2)
+        got, want = (f(jnp.asarray(old), token, at_B) for f in (cache.scatter_rows, scatter))
+        np.testing.assert_array_equal(got, want)
+
+
+def scatter(old, token, at_B):
+    out = np.array(old)
+    for b, s in enumerate(at_B):
+        if s < S:
+            out[b, :, s] = token[b]
+    return out
+
+
+@pytest.mark.parametrize("T", [1, 4])
+@WIDTHS
+def test_what_is_too_large_for_an_fp8_cache_becomes_its_largest_number(H, T):
+    new_BTKH = jnp.full((B, T, K, H), 500.0).at[..., 0].set(-jnp.inf).at[..., 1].set(3.0)
+    empty = empty_cache((B, K, S, H), jnp.float8_e4m3fn)
+    for x in keys_and_values(append(empty, new_BTKH, new_BTKH, jnp.zeros(B, jnp.int32)))[:2]:
+        row = np.asarray(x[0, 0, T - 1], np.float32)
+        np.testing.assert_array_equal(row, [-448.0, 3.0] + [448.0] * (H - 2))
+
+
+@WIDTHS
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_an_empty_cache_is_one_that_append_takes(dtype, H):
+    empty = empty_cache((B, K, S, H), dtype)
+    k, v, k_scale, v_scale = keys_and_values(empty)
+    assert k.shape == v.shape == (B, K, S, H) and k.dtype == v.dtype == dtype
+    for scale in (k_scale, v_scale):
+        assert (scale is None) == (dtype != jnp.int8)
+        assert scale is None or (scale.dtype == jnp.float32 and scale.shape == (B, K, S))
+    new = jnp.ones((B, 2, K, H))
+    grown = jax.eval_shape(cache.append, empty, new, new, jnp.zeros(B, int))
+    assert jax.tree.map(jnp.shape, grown) == jax.tree.map(jnp.shape, empty)
+
+
+# ---- a latent cache, split along its positions
+
+
+N, C, V_DIM, LATENT_S = 4, 24, 16, 32
+SPLITS = {"": {}, "2": {"tensor": 2}, "4": {"tensor": 4}, "2 x 2": {"expert": 2, "tensor": 2}}
+
+
+def latent_steps(axes, dtype, T):
+    """Outputs of steps of T tokens that fill a cache of slots of different lengths, one of them
+    empty, with NaN wherever nothing was written."""
+    mesh, lengths = make_mesh(**axes), np.array([0, 3, 17, 29])
+    rng = np.random.default_rng(0)
+    tokens = rng.standard_normal((4, LATENT_S, C)).astype(np.float32)
+    queries = rng.standard_normal((4, LATENT_S, N, C)).astype(np.float32)
+    spec = P(None, None, TENSOR)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(spec, P(), P(None, None, MODEL), P()),
+        out_specs=(spec, P(None, None, MODEL)),
+        check_vma=False,
+    )
+    def step(layer, latent_BTC, q_BTNC, end_B):
+        layer = append_latent(layer, latent_BTC, end_B - latent_BTC.shape[1])
+        return layer, attend_latent(q_BTNC, layer, end_B, v_dim=V_DIM, scale=0.3)
+
+    layer = empty_latent((4, LATENT_S, C), dtype)
+    layer = jax.tree.map(lambda x: x if x.dtype == jnp.int8 else jnp.full_like(x, jnp.nan), layer)
+    out, step, slot = [], jax.jit(step), np.arange(4)[:, None]
+    for first in range(0, lengths.max() + 1, T):
+        end_B = np.minimum(first + T, lengths)  # a slot that is full writes its last tokens again
+        at = np.clip(end_B[:, None] - T + np.arange(T), 0, None)
+        layer, o = step(layer, tokens[slot, at], queries[slot, at], end_B)
+        out.append(np.asarray(o))
+    return np.stack(out)
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("T", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["f32", "int8"])
+def test_a_latent_cache_split_over_devices_is_that_of_one(dtype, T):
+    want = latent_steps({}, dtype, T)
+    assert np.isfinite(want).all() and np.abs(want[:, 1:]).max() > 0.1 and not want[:, 0].any()
+    for axes in list(SPLITS.values())[1:]:
+        assert_close(latent_steps(axes, dtype, T), want, atol=1e-6, what=str(axes))
+
+
+def test_one_latent_step_is_the_softmax_of_its_definition():
+    rng, mesh = np.random.default_rng(0), make_mesh(tensor=2)
+    latent, q = (rng.standard_normal(s).astype(np.float32) for s in ((1, 6, C), (1, 6, N, C)))
+    layer = empty_latent((1, LATENT_S, C), jnp.float32)
+    spec, heads = P(DATA, None, TENSOR), P(None, None, MODEL)
+
+    def step(layer, latent_BTC, q_BTNC):
+        layer = append_latent(layer, latent_BTC, jnp.zeros(1, jnp.int32))
+        return attend_latent(q_BTNC, layer, jnp.full(1, 6), v_dim=V_DIM, scale=0.3)
+
+    step = jax.shard_map(
+        step, mesh=mesh, in_specs=(spec, P(), heads), out_specs=heads, check_vma=False
+    )
+    scores = np.einsum("tnc,sc->tns", q[0], latent[0]) * 0.3
+    scores[np.triu(np.ones((6, 6), bool), 1)[:, None].repeat(N, 1)] = -np.inf
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    want = np.einsum("tns,sc->tnc", p / p.sum(-1, keepdims=True), latent[0, :, :V_DIM])
+    assert_close(jax.jit(step)(layer, latent, q)[0], want, atol=1e-5)

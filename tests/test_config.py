@@ -1,0 +1,208 @@
+"""A config.json is computed as transformers 5.23 computes it, or refused in one line that names the
+key. Each table holds what some earlier version of the reader got wrong."""
+
+import json
+from typing import Any
+
+import pytest
+from engine import hf_config, model_of
+from test_families import FAMILIES
+
+from common.load import published_sizes
+
+VARIANTS = {family: facts.precise[0] for family, facts in FAMILIES.items()}
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+FP8 = dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic")
+ABSENT = object()
+
+
+def changed(family: str, variant: str | None = None, **changes: Any) -> dict[str, Any]:
+    hf = hf_config(family, variant or VARIANTS[family]) | changes
+    return {key: value for key, value in hf.items() if value is not ABSENT}
+
+
+def read(family: str, hf: dict[str, Any]) -> Any:
+    return model_of(family).config_from_hf(hf)
+
+
+def refused(family: str, hf: dict[str, Any]) -> str:
+    """The message, which is one line that a terminal shows whole."""
+    with pytest.raises(ValueError) as error:
+        read(family, hf)
+    message = str(error.value)
+    assert len(message.splitlines()) == 1 and len(message) < 400, message[:1000]
+    return message
+
+
+@pytest.mark.parametrize("key", ["is_causal", "tie_word_embeddings", "is_encoder_decoder"])
+@pytest.mark.parametrize("family", VARIANTS)
+def test_null_is_not_the_default(family, key):
+    """To transformers is_causal=null means that tokens see those after them."""
+    assert f"{key}=None" in refused(family, changed(family, **{key: None}))
+
+
+@pytest.mark.parametrize(
+    "family, key",
+    [
+        *((family, "hidden_act") for family in ("gpt_oss", "llama3", "qwen3")),
+        *((family, "rms_norm_eps") for family in ("gpt_oss", "llama3", "qwen3")),
+        *((family, "rope_theta") for family in ("gpt_oss", "llama3", "qwen3")),
+        ("gpt2", "activation_function"),
+        ("gpt2", "layer_norm_epsilon"),
+        ("gpt2", "scale_attn_weights"),
+        ("gpt_oss", "swiglu_alpha"),
+        ("qwen3", "use_sliding_window"),
+    ],
+)
+def test_a_null_of_one_family_is_not_the_default(family, key):
+    assert f"{key}=None" in refused(family, changed(family, **{key: None}))
+
+
+def test_null_stays_what_it_means():
+    """In the settings for which transformers gives it a meaning."""
+    assert read("gpt2", changed("gpt2", n_inner=None)).intermediate_size == 4 * 42
+    assert read("llama3", changed("llama3", head_dim=None, num_key_value_heads=None))[5:7] == (9, 6)
+    assert read("qwen3", changed("qwen3", num_key_value_heads=None)).num_key_value_heads == 8
+    assert read("qwen3", changed("qwen3", "moe_untied", mlp_only_layers=None)).mlp_only_layers == ()
+    rope = dict(YARN, attention_factor=None)
+    assert read("qwen3", changed("qwen3", rope_scaling=rope)).rope_scaling.attention_factor is None
+
+
+@pytest.mark.parametrize(
+    "rope, named",
+    [
+        (dict(rope_scaling=dict(YARN, truncate=None)), "rope_scaling.truncate=None"),
+        (dict(rope_scaling=dict(YARN, rope_type=None, type="yarn")), "rope_scaling.rope_type=None"),
+        (dict(rope_scaling=dict(rope_type="")), "rope_scaling.rope_type=''"),
+        (dict(rope_scaling=dict(rope_type=False)), "rope_scaling.rope_type=False"),
+        (dict(rope_scaling=[]), "rope_scaling=[]"),
+        (dict(rope_scaling=""), "rope_scaling=''"),
+        (dict(rope_scaling=dict(YARN, rope_theta=None)), "rope_scaling.rope_theta=None"),
+        (dict(rope_scaling=dict(YARN, rope_theta={})), "rope_scaling.rope_theta={}"),
+        (dict(rope_scaling=dict(full_attention=None)), "rope_scaling.full_attention=None"),
+    ],
+)
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_rope_settings_that_transformers_cannot_read_are_refused(family, rope, named):
+    """Or that it reads in another way: truncate=null is false to it."""
+    assert named in refused(family, changed(family, **rope))
+
+
+def test_experts_per_token_only_repeats():
+    """transformers goes by num_experts_per_tok alone, and where it is missing by 4."""
+    hf = changed("gpt_oss", experts_per_token=3)
+    assert read("gpt_oss", hf) == read("gpt_oss", changed("gpt_oss"))
+    assert "has no num_experts_per_tok" in refused("gpt_oss", without(hf, "num_experts_per_tok"))
+    assert "experts_per_token=2" in refused("gpt_oss", hf | dict(experts_per_token=2))
+
+
+def without(hf: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in hf.items() if name != key}
+
+
+@pytest.mark.parametrize("variant", ["yarn", "moe_untied"])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["full_attention"] * 2,
+        ["full_attention"] * 4,
+        ["full_attention", "sliding_attention", "full_attention"],
+        ["full_attention", None, "full_attention"],
+        "full_attention",
+        "full\nattention" * 100,
+    ],
+)
+def test_qwen3_refuses_layer_types_of_other_layers(variant, kinds):
+    assert "layer_types" in refused("qwen3", changed("qwen3", variant, layer_types=kinds))
+
+
+def test_layer_types_lift_a_window_of_dense_models_alone():
+    """A mixture of experts slides in all layers, whatever they are called."""
+    window = dict(use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    window |= dict(layer_types=["full_attention"] * 3)
+    assert read("qwen3", changed("qwen3", **window)) == read("qwen3", changed("qwen3"))
+    assert "use_sliding_window" in refused("qwen3", changed("qwen3", "moe_untied", **window))
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        FP8,
+        FP8 | dict(fmt="e4m3"),
+        FP8 | dict(modules_to_not_convert=None),
+        FP8 | dict(modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate"]),
+        # as transformers 5.23 writes it
+        FP8
+        | dict(dequantize=False, expert_dtype="fp8", modules_to_convert=None, scale_fmt="float"),
+    ],
+)
+def test_every_published_spelling_of_fp8_is_read(quantization):
+    assert read("qwen3", changed("qwen3", "fp8", quantization_config=quantization)).fp8
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(scale_fmt="ue8m0"),
+        dict(dequantize=True),
+        dict(expert_dtype="fp4"),
+        dict(modules_to_convert=["model.embed_tokens"]),
+        dict(modules_to_not_convert=[8]),
+        dict(modules_to_not_convert=""),
+        dict(weight_block_size=None),
+        dict(ignored_layers=["lm_head"]),
+    ],
+)
+def test_other_fp8_is_refused_by_name(change):
+    hf = changed("qwen3", "fp8", quantization_config=FP8 | change)
+    assert next(iter(change)) in refused("qwen3", hf)
+
+
+def test_published_configs_with_the_keys_that_tools_leave_are_read():
+    left = dict(_name_or_path="x/y", unsloth_version="2025.8", unsloth_fixed=True, pad_token_id=0)
+    left |= dict(_attn_implementation="sdpa", _flash_attn_2_enabled=True, _commit_hash="0")
+    left |= dict(pruned_heads={}, xla_device=None, architectures=["X"], id2label={"0": "A"})
+    for family in VARIANTS:
+        for hf in published_sizes(model_of(family)).values():
+            assert read(family, hf | left) == read(family, hf)
+    # of the first LLaMA, in place of max_position_embeddings
+    hf = changed("llama3", max_position_embeddings=ABSENT, max_sequence_length=2048)
+    assert read("llama3", hf).max_position_embeddings == 2048
+    mxfp4 = dict(quant_method="mxfp4", dequantize=False)
+    assert read("gpt_oss", changed("gpt_oss", quantization_config=mxfp4)).mxfp4
+
+
+ODD: tuple[Any, ...] = (None, "", "8", [], [8], {}, True, False, -1, 0, 0.5, 3, 2**31 - 1, 10**12)
+ODD += (1e400, -1e400, float("nan"), 1e300, 10**400, -(10**400), "x" * 10_000, "a\nb", [[[8]]])
+ODD += (json.loads("[" * 900 + "]" * 900), {"\n": "\n"}, [None], ["a\nb"] * 1000)
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+def test_any_value_of_any_key_is_read_or_refused_in_one_line(family):
+    hf = changed(family)
+    for key in (*hf, "anything", "a\nb", "k" * 10_000):
+        for value in ODD:
+            attempt(family, hf | {key: value})
+    for part in {"rope_scaling", "rope_parameters", "quantization_config"} & hf.keys():
+        for key in (*(hf[part] or {}), "type", "anything", "a\nb"):
+            for value in ODD:
+                attempt(family, hf | {part: (hf[part] or {}) | {key: value}})
+
+
+def attempt(family: str, hf: dict[str, Any]) -> None:
+    try:
+        hash(read(family, hf))
+    except ValueError:
+        refused(family, hf)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama3"])
+def test_a_window_is_refused_where_no_layer_has_one(family):
+    """As in Mistral, whose other keys are those of Llama."""
+    assert "sliding_window=4096" in refused(family, changed(family, sliding_window=4096))
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads"])
+def test_more_layers_or_heads_than_memory_holds_are_refused(key):
+    hf = changed("llama3", head_dim=6, num_key_value_heads=1, **{key: 2**31 - 1})
+    assert f"{key}=2147483647" in refused("llama3", hf)

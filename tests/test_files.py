@@ -1,0 +1,50 @@
+"""The small files of a checkpoint, and every way in which one can be wrong."""
+
+import os
+
+import pytest
+from compare import refused
+
+from common import files
+from common.files import read_json, read_json_if_there
+
+
+def test_json_is_read_as_it_is(tmp_path):
+    (tmp_path / "config.json").write_text('{"a": [1, "\u00e9"]}', encoding="utf-8")
+    assert read_json(tmp_path / "config.json") == {"a": [1, "\u00e9"]}
+
+
+def test_a_missing_file_is_an_error_or_nothing(tmp_path):
+    file = tmp_path / "config.json"
+    assert str(tmp_path) in refused(FileNotFoundError, "config.json is missing", read_json, file)
+    assert read_json_if_there(file) == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b'{"a": 1', "is not JSON"),
+        (b'{"a": "\xff"}', "is not UTF-8 text"),
+        (b"[1]", "does not hold a JSON object, but a list"),
+        (b"", "is not JSON"),
+        (b"[" * 100_000, "is nested too deeply"),
+        (b'{"a":' * 100_000, "is nested too deeply"),
+    ],
+    ids=lambda x: str(x)[:12],
+)
+@pytest.mark.parametrize("read", [read_json, read_json_if_there])
+def test_a_file_that_cannot_be_understood_is_named(tmp_path, content, match, read):
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    assert str(file) in refused(ValueError, match, read, file)
+
+
+def test_what_may_never_end_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    refused(ValueError, "config.json is not a regular file", read_json, tmp_path / "config.json")
+
+
+def test_what_is_too_large_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LARGEST", 10)
+    (tmp_path / "config.json").write_text('{"a": "0123456789"}')
+    refused(ValueError, "more than the 10 that are read", read_json, tmp_path / "config.json")

@@ -1,0 +1,127 @@
+"""Qwen3, dense and mixture of experts, in bf16 and fp8."""
+
+from typing import Any
+
+import torch
+import transformers
+
+from variants import Variant, yarn_rope
+
+
+def qwen3(
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head: int,
+    ffn: int,
+    vocab: int,
+    layers: int,
+    **more: Any,
+) -> Any:
+    kind = transformers.Qwen3MoeConfig if "num_experts" in more else transformers.Qwen3Config
+    return kind(
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head,
+        intermediate_size=ffn,
+        vocab_size=vocab,
+        num_hidden_layers=layers,
+        initializer_range=0.25,
+        max_position_embeddings=512,
+        **more,
+    )
+
+
+VARIANTS = {
+    "tied": Variant(
+        1,
+        qwen3(
+            *(46, 9, 3, 14, 34, 131, 2),
+            tie_word_embeddings=True,
+            rms_norm_eps=3e-3,
+            rope_parameters=dict(rope_type="default", rope_theta=300.0),
+        ),
+        hub=True,
+    ),
+    # Wavelengths 6.3 to 86; the ramp is between pairs 2 and 7 of 8.
+    "yarn": Variant(
+        2,
+        qwen3(
+            *(40, 8, 2, 16, 29, 113, 3),
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-5,
+            rope_parameters=yarn_rope(20.0, 4.0, 32, beta_fast=2.0, beta_slow=0.5),
+        ),
+        hub=True,
+        dtype=torch.bfloat16,
+    ),
+    # The first layer and the last are sparse. YaRN's ramp is between pairs 0.2 and 2.7 of 4.
+    "moe": Variant(
+        3,
+        qwen3(
+            *(40, 10, 5, 8, 36, 107, 3),
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-4,
+            moe_intermediate_size=14,
+            num_experts=6,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            rope_parameters=yarn_rope(
+                *(30.0, 3.0, 50),
+                beta_fast=6.7,
+                beta_slow=0.8,
+                attention_factor=1.3,
+                truncate=False,
+            ),
+        ),
+        shard="60KB",
+    ),
+    # The second layer is sparse.
+    "moe_untied": Variant(
+        4,
+        qwen3(
+            *(44, 8, 4, 10, 34, 97, 3),
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-6,
+            moe_intermediate_size=26,
+            num_experts=12,
+            num_experts_per_tok=2,
+            norm_topk_prob=False,
+            decoder_sparse_step=2,
+            rope_parameters=dict(rope_type="default", rope_theta=700.0),
+        ),
+        dtype=torch.bfloat16,
+        hub=True,
+    ),
+    # All but the widths of the heads are partial blocks; the second layer is sparse.
+    "moe_fp8": Variant(
+        5,
+        qwen3(
+            *(136, 4, 1, 128, 164, 89, 2),
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-5,
+            moe_intermediate_size=144,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            decoder_sparse_step=2,
+            rope_parameters=dict(rope_type="default", rope_theta=500.0),
+        ),
+        dtype=torch.bfloat16,
+        hub=True,
+        fp8_scales=torch.bfloat16,
+    ),
+    "fp8": Variant(
+        6,
+        qwen3(
+            *(152, 6, 2, 24, 180, 83, 1),
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-3,
+            rope_parameters=dict(rope_type="default", rope_theta=400.0),
+        ),
+        dtype=torch.bfloat16,
+        fp8_scales=torch.float32,
+    ),
+}
