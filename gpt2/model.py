@@ -21,7 +21,7 @@ over MODEL, the axes `expert` and `tensor` together. One step of a device sends,
 
     all-reduce [B, T, D]   once for the embedding and twice a layer, in the model's dtype
     all-reduce [B]         twice, of 4 bytes: the largest logit, and the lowest id that has it
-    at most 35 of [3, B]   of 4 bytes, if some slot has a temperature: logits are never gathered
+    all-reduce [3, B]      35 times at most, of 4 bytes, to draw where a slot has a temperature
 """
 
 from functools import partial
@@ -84,7 +84,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. Nothing reads what a cache holds at
-    or past a slot's length, so a finished slot is not cleared: its length is set to 0."""
+    or past a slot's length: of a finished slot `serve` sets the length to 0, and clears nothing."""
 
     cache: tuple[LayerCache, ...]  # keys, and values: [B, K, S, H], or as one array
     length_B: Array  # int32: tokens in the cache
@@ -95,7 +95,7 @@ class DecodeState(NamedTuple):
 class Step(NamedTuple):
     """What all layers of one step share."""
 
-    end_B: Array  # int32: the position after the last of the T tokens; 0 where nothing is appended
+    end_B: Array  # int32: the position after the last of the T tokens, padding too; 0: append none
 
 
 def layer_norm(x: Array, weight_D: Array, bias_D: Array, eps: float) -> Array:
@@ -116,8 +116,8 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache, each of which attends to all up to itself: partial sums of own
-    heads [B, T, D], without the bias; and the cache. Scores and softmax are float32 in `attend`,
+    """Appends T tokens to the cache, and each attends to all up to itself. Returns the sum over own
+    heads [B, T, D], without the bias, and the cache. Scores and softmax are float32 in `attend`,
     which has arguments for windows, chunks and sinks too; a soft cap would be one more."""
     B, T, _ = x_BTD.shape
     projections = jnp.split(linear(x_BTD, layer.w_qkv) + layer.b_qkv, 3, axis=-1)
@@ -139,7 +139,7 @@ def block(
 ) -> tuple[Array, LayerCache]:
     h_BTD = layer_norm(x_BTD, layer.attn_norm, layer.attn_norm_bias, config.layer_norm_epsilon)
     o_BTD, cache = attention(h_BTD, layer, cache, step, config, implementation)
-    # In brackets: x + (sum + bias) is computed once on CPU, (x + sum) + bias again by every reader.
+    # Without the brackets XLA's CPU compiler adds again wherever x is read.
     x_BTD = x_BTD + (lax.psum(o_BTD, MODEL) + layer.bo)  # partial: own heads -> replicated
     h_BTD = layer_norm(x_BTD, layer.mlp_norm, layer.mlp_norm_bias, config.layer_norm_epsilon)
     o_BTD = mlp(h_BTD, layer)
@@ -189,10 +189,10 @@ def prefill(
 ) -> DecodeState:
     """Appends the first count_B of T tokens to each slot, and samples the token after them.
 
-    A long prompt takes several calls (`serve` cuts it in 512s and a rest), and `token_B` is valid
-    after the last. Tokens past count_B are padding, whose keys land past the slot's new length; a
-    count of 0 leaves a slot as it is. Nothing is written past the capacity. Each T is a program to
-    compile, as is each other size or dtype. `state` is donated: its cache is updated in place.
+    A long prompt takes several calls: `serve` reads 512 tokens at a time, the rest padded to a
+    power of two. Only the last `token_B` counts. Tokens past count_B are padding: their keys land
+    past the slot's new length, or nowhere if that is past the capacity. A count of 0 leaves a slot
+    as it is. Each T, size and dtype is compiled once. `state` is donated: updated in place.
     """
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
@@ -212,10 +212,10 @@ def prefill(
 
 
 def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prompt` into slot slot_B[b] of `state`, which is donated; -1 for nowhere.
+    """Copies slot b of `prompt` into slot slot_B[b] of the donated `state`, unless that is -1.
 
     Slots are counted within a data shard, and nothing moves from one shard to another. Both states
-    are on `mesh`, with one capacity and dtype of cache. ValueError for anything else. Not in jit.
+    are on `mesh`, with the same capacity and dtype of cache. ValueError otherwise. Not in jit.
     """
     check_insert(state, prompt, slot_B, mesh)
     return copy_rows(state, prompt, slot_B, specs=STATE_SPEC, mesh=mesh)
@@ -302,7 +302,7 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Stored name -> the weight that it becomes, and the order of its heads. Same: must equal that
-    weight, and is dropped. None: dropped. Any other stored name is an error."""
+    weight, and is dropped. None: dropped. Any other name: ValueError."""
     blocks = split_fused(config.num_attention_heads, shards.model)
     qkv = partial(Order, size=config.head_dim, blocks=blocks)
     table: Table = {

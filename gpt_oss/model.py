@@ -1,15 +1,15 @@
 """GPT-OSS in one file: llama3 with every MLP a mixture of experts that is kept in 4 bits, and with
-attention that slides in every other layer and may attend to nothing.
+attention that slides in every other layer, in which a head may give its weight to no position.
 
 gpt-oss-120b & gpt-oss-20b Model Card, arXiv 2508.10925. What differs from llama3:
 
     o[n] = sum_s exp(q[n] . k[s]) v[s] / (exp(sink[n]) + sum_s exp(q[n] . k[s]))
                                                    a learned sink per head, which has no value
     sliding layers see the last `sliding_window` positions, full layers all of them
-    x += sum over its X experts e of p[e] * (down[e](h) + b[e])
+    x += sum over a token's X experts e of p[e] * (down[e](h) + b[e])
                                                    p = softmax(the X largest of router(norm(x)))
     h = (up[e] + 1) * gate[e] * sigmoid(1.702 * gate[e])
-                                                   of norm(x); up is clamped, gate from above
+                                                   up clamped to +-swiglu_limit, gate above
     YaRN in place of the llama3 rope scaling; biases; norms that multiply in float32
 
 Dimensions: B batch or slots, T query tokens, M = B * T, S cache positions, D model, N query heads,
@@ -23,11 +23,11 @@ MODEL, the axes `expert` and `tensor` together; experts over `expert`, and each 
 
     all-reduce [B, T, D]   once for the embedding and twice a layer, in the model's dtype
     all-reduce [B]         twice, of 4 bytes: the largest logit, and the lowest id that has it
-    at most 35 of [3, B]   of 4 bytes, if some slot has a temperature: logits are never gathered
+    all-reduce [3, B]      35 times at most, of 4 bytes, to draw where a slot has a temperature
 
-Layers are a tuple and a Python loop: of stacked arrays `lax.scan` would copy every slice, on CPU
-always and on TPU before a kernel. `block` is jitted so that it is traced once for each kind of
-layer.
+Layers are a tuple and a Python loop: `lax.scan` over stacked layers would copy the weights of each
+layer, on CPU always and on TPU where a kernel reads them. `block` is jitted so that it is traced
+once for each kind of layer.
 """
 
 import math
@@ -114,7 +114,7 @@ class Sliding(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array, or its form in 8 or 4 bits: `linear` takes either."""
+    """A Matrix is an array, or its form in int8, fp8 or 4 bits: `linear` takes any."""
 
     sliding: Sliding | None
     attn_norm: Array  # [D]
@@ -140,7 +140,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. Nothing reads what a cache holds at
-    or past a slot's length, so a finished slot is not cleared: its length is set to 0."""
+    or past a slot's length: of a finished slot `serve` sets the length to 0, and clears nothing."""
 
     cache: tuple[LayerCache, ...]  # rotated keys, and values: [B, K, S, H], or as one array
     length_B: Array  # int32: tokens in the cache
@@ -151,7 +151,7 @@ class DecodeState(NamedTuple):
 class Step(NamedTuple):
     """What all layers of one step share."""
 
-    end_B: Array  # int32: the position after the last of the T tokens; 0 where nothing is appended
+    end_B: Array  # int32: the position after the last of the T tokens, padding too; 0: append none
     cos: Array  # float32 [B, T, 1, H / 2]
     sin: Array
 
@@ -177,7 +177,7 @@ def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndar
     low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, R - 1)  # R, not R / 2: as published
+    low, high = max(low, 0), min(high, R - 1)  # the published code has R here, not R / 2
     width = high - low if high != low else 0.001
     ramp = np.clip((np.arange(R // 2) - low) / width, 0, 1)
     return (frequency * (1 - ramp) + frequency / yarn.factor * ramp).astype(np.float32)
@@ -223,8 +223,8 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache, each of which attends to all up to itself, or to a window of
-    them in a sliding layer: partial sums of own heads [B, T, D], without the bias; and the cache.
+    """Appends T tokens to the cache; each attends to all up to itself, or to the last of them in a
+    sliding layer. Returns the sum over own heads [B, T, D], without the bias, and the cache.
     Scores and softmax are float32 in `attend`; a soft cap would be one more of its arguments."""
     B, T, _ = x_BTD.shape
     matrices = (layer.wq, layer.bq), (layer.wk, layer.bk), (layer.wv, layer.bv)
@@ -244,7 +244,7 @@ def attention(
 
 
 def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
-    """How much each token's experts count, and which of all E they are: both [M, X]."""
+    """The weights of each token's experts, and which of all E they are: both [M, X]."""
     logits_ME = linear(x_MD, w.router, jnp.float32) + w.b_router
     logits_MX, expert_MX = lax.top_k(logits_ME, config.num_experts_per_tok)
     return jax.nn.softmax(logits_MX).astype(x_MD.dtype), expert_MX
@@ -260,7 +260,7 @@ def swiglu(gate_up: Array, limit: float) -> Array:
 def experts(x: Array, w: Experts, dot: Callable[..., Array], config: Config) -> Array:
     """Each row through the MLP of its expert; `dot` knows whose row it is."""
     h = swiglu(dot(x, w.w_gate_up, bias_EO=w.b_gate_up), config.swiglu_limit)
-    b_down = jnp.where(lax.axis_index(TENSOR) == 0, w.b_down, 0)  # once in the sum over devices
+    b_down = jnp.where(lax.axis_index(TENSOR) == 0, w.b_down, 0)  # one of the devices adds it
     return dot(h, w.w_down, bias_EO=b_down)
 
 
@@ -282,7 +282,7 @@ def block(
 ) -> tuple[Array, LayerCache]:
     h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
     o_BTD, cache = attention(h_BTD, layer, cache, step, config, implementation)
-    # In brackets: x + (sum + bias) is computed once on CPU, (x + sum) + bias again by every reader.
+    # Without the brackets XLA's CPU compiler adds again wherever x is read.
     x_BTD = x_BTD + (lax.psum(o_BTD, MODEL) + layer.bo)  # partial: own heads -> replicated
     h_BTD = rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps)
     o_BTD = moe(h_BTD, layer.mlp, config, implementation)
@@ -332,10 +332,10 @@ def prefill(
 ) -> DecodeState:
     """Appends the first count_B of T tokens to each slot, and samples the token after them.
 
-    A long prompt takes several calls (`serve` cuts it in 512s and a rest), and `token_B` is valid
-    after the last. Tokens past count_B are padding, whose keys land past the slot's new length; a
-    count of 0 leaves a slot as it is. Nothing is written past the capacity. Each T is a program to
-    compile, as is each other size or dtype. `state` is donated: its cache is updated in place.
+    A long prompt takes several calls: `serve` reads 512 tokens at a time, the rest padded to a
+    power of two. Only the last `token_B` counts. Tokens past count_B are padding: their keys land
+    past the slot's new length, or nowhere if that is past the capacity. A count of 0 leaves a slot
+    as it is. Each T, size and dtype is compiled once. `state` is donated: updated in place.
     """
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
@@ -355,10 +355,10 @@ def prefill(
 
 
 def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prompt` into slot slot_B[b] of `state`, which is donated; -1 for nowhere.
+    """Copies slot b of `prompt` into slot slot_B[b] of the donated `state`, unless that is -1.
 
     Slots are counted within a data shard, and nothing moves from one shard to another. Both states
-    are on `mesh`, with one capacity and dtype of cache. ValueError for anything else. Not in jit.
+    are on `mesh`, with the same capacity and dtype of cache. ValueError otherwise. Not in jit.
     """
     check_insert(state, prompt, slot_B, mesh)
     return copy_rows(state, prompt, slot_B, specs=STATE_SPEC, mesh=mesh)
@@ -466,7 +466,7 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Stored name -> the weight that it becomes, and the order of its heads or axes. Same: must
-    equal that weight, and is dropped. None: dropped. Any other stored name is an error."""
+    equal that weight, and is dropped. None: dropped. Any other name: ValueError."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {

@@ -14,10 +14,10 @@ over MODEL, the axes `expert` and `tensor` together. One step of a device sends,
 
     all-reduce [B, T, D]   once for the embedding and twice a layer, in the model's dtype
     all-reduce [B]         twice, of 4 bytes: the largest logit, and the lowest id that has it
-    at most 35 of [3, B]   of 4 bytes, if some slot has a temperature: logits are never gathered
+    all-reduce [3, B]      35 times at most, of 4 bytes, to draw where a slot has a temperature
 
-Layers are a tuple and a Python loop: of stacked arrays `lax.scan` would copy every slice, on CPU
-always and on TPU before a kernel. `block` is jitted so that it is traced once.
+Layers are a tuple and a Python loop: `lax.scan` over stacked layers would copy the weights of each
+layer, on CPU always and on TPU where a kernel reads them. `block` is jitted to be traced once.
 """
 
 import math
@@ -71,7 +71,7 @@ class Config(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array, or its form in 8 or 4 bits: `linear` takes either."""
+    """A Matrix is an array, or its form in int8, fp8 or 4 bits: `linear` takes any."""
 
     attn_norm: Array  # [D]
     wq: Matrix  # [N * H, D]
@@ -93,7 +93,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. Nothing reads what a cache holds at
-    or past a slot's length, so a finished slot is not cleared: its length is set to 0."""
+    or past a slot's length: of a finished slot `serve` sets the length to 0, and clears nothing."""
 
     cache: tuple[LayerCache, ...]  # rotated keys, and values: [B, K, S, H], or as one array
     length_B: Array  # int32: tokens in the cache
@@ -104,7 +104,7 @@ class DecodeState(NamedTuple):
 class Step(NamedTuple):
     """What all layers of one step share."""
 
-    end_B: Array  # int32: the position after the last of the T tokens; 0 where nothing is appended
+    end_B: Array  # int32: the position after the last of the T tokens, padding too; 0: append none
     cos: Array  # float32 [B, T, 1, H / 2]
     sin: Array
 
@@ -152,7 +152,7 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache, each of which attends to all up to itself: partial sums of own
+    """Appends T tokens to the cache, and each attends to all up to itself. Returns the sum over own
     heads [B, T, D], and the cache. Scores and softmax are float32 in `attend`, which has arguments
     for windows, chunks and sinks too; a soft cap would be one more."""
     B, T, _ = x_BTD.shape
@@ -225,10 +225,10 @@ def prefill(
 ) -> DecodeState:
     """Appends the first count_B of T tokens to each slot, and samples the token after them.
 
-    A long prompt takes several calls (`serve` cuts it in 512s and a rest), and `token_B` is valid
-    after the last. Tokens past count_B are padding, whose keys land past the slot's new length; a
-    count of 0 leaves a slot as it is. Nothing is written past the capacity. Each T is a program to
-    compile, as is each other size or dtype. `state` is donated: its cache is updated in place.
+    A long prompt takes several calls: `serve` reads 512 tokens at a time, the rest padded to a
+    power of two. Only the last `token_B` counts. Tokens past count_B are padding: their keys land
+    past the slot's new length, or nowhere if that is past the capacity. A count of 0 leaves a slot
+    as it is. Each T, size and dtype is compiled once. `state` is donated: updated in place.
     """
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
@@ -248,10 +248,10 @@ def prefill(
 
 
 def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prompt` into slot slot_B[b] of `state`, which is donated; -1 for nowhere.
+    """Copies slot b of `prompt` into slot slot_B[b] of the donated `state`, unless that is -1.
 
     Slots are counted within a data shard, and nothing moves from one shard to another. Both states
-    are on `mesh`, with one capacity and dtype of cache. ValueError for anything else. Not in jit.
+    are on `mesh`, with the same capacity and dtype of cache. ValueError otherwise. Not in jit.
     """
     check_insert(state, prompt, slot_B, mesh)
     return copy_rows(state, prompt, slot_B, specs=STATE_SPEC, mesh=mesh)
@@ -336,7 +336,7 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Stored name -> the weight that it becomes, and the order of its heads. Same: must equal that
-    weight, and is dropped. None: dropped. Any other stored name is an error."""
+    weight, and is dropped. None: dropped. Any other name: ValueError."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     return {

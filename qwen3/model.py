@@ -4,7 +4,7 @@ and in sparse layers many small MLPs of which each token chooses a few.
 Qwen3 Technical Report, arXiv 2505.09388. What differs from llama3:
 
     q, k = rope(norm(q)), rope(norm(k))            over the head dimension, one weight for all heads
-    x += sum over its X experts e of p[e] * down[e](silu(gate[e](norm(x))) * up[e](norm(x)))
+    x += sum over a token's X experts e of p[e] * down[e](silu(gate[e](norm(x))) * up[e](norm(x)))
                                                    p = softmax(router(norm(x))), the X largest,
                                                    which norm_topk_prob scales to a sum of 1
     YaRN in place of the llama3 rope scaling; matrices that are published in fp8 stay in fp8
@@ -20,11 +20,11 @@ expert over `tensor`. One step of a device sends, over MODEL:
 
     all-reduce [B, T, D]   once for the embedding and twice a layer, in the model's dtype
     all-reduce [B]         twice, of 4 bytes: the largest logit, and the lowest id that has it
-    at most 35 of [3, B]   of 4 bytes, if some slot has a temperature: logits are never gathered
+    all-reduce [3, B]      35 times at most, of 4 bytes, to draw where a slot has a temperature
 
-Layers are a tuple and a Python loop: of stacked arrays `lax.scan` would copy every slice, on CPU
-always and on TPU before a kernel. `block` is jitted so that it is traced once for each kind of
-layer.
+Layers are a tuple and a Python loop: `lax.scan` over stacked layers would copy the weights of each
+layer, on CPU always and on TPU where a kernel reads them. `block` is jitted so that it is traced
+once for each kind of layer.
 """
 
 import math
@@ -103,7 +103,7 @@ class Moe(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array, or its form in 8 or 4 bits: `linear` takes either."""
+    """A Matrix is an array, or its form in int8, fp8 or 4 bits: `linear` takes any."""
 
     attn_norm: Array  # [D]
     wq: Matrix  # [N * H, D]
@@ -125,7 +125,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. Nothing reads what a cache holds at
-    or past a slot's length, so a finished slot is not cleared: its length is set to 0."""
+    or past a slot's length: of a finished slot `serve` sets the length to 0, and clears nothing."""
 
     cache: tuple[LayerCache, ...]  # rotated keys, and values: [B, K, S, H], or as one array
     length_B: Array  # int32: tokens in the cache
@@ -136,7 +136,7 @@ class DecodeState(NamedTuple):
 class Step(NamedTuple):
     """What all layers of one step share."""
 
-    end_B: Array  # int32: the position after the last of the T tokens; 0 where nothing is appended
+    end_B: Array  # int32: the position after the last of the T tokens, padding too; 0: append none
     cos: Array  # float32 [B, T, 1, H / 2]
     sin: Array
 
@@ -162,7 +162,7 @@ def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndar
     low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, R - 1)  # R, not R / 2: as published
+    low, high = max(low, 0), min(high, R - 1)  # the published code has R here, not R / 2
     width = high - low if high != low else 0.001
     ramp = np.clip((np.arange(R // 2) - low) / width, 0, 1)
     return (frequency * (1 - ramp) + frequency / yarn.factor * ramp).astype(np.float32)
@@ -208,7 +208,7 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache, each of which attends to all up to itself: partial sums of own
+    """Appends T tokens to the cache, and each attends to all up to itself. Returns the sum over own
     heads [B, T, D], and the cache. Scores and softmax are float32 in `attend`, which has arguments
     for windows, chunks and sinks too; a soft cap would be one more."""
     B, T, _ = x_BTD.shape
@@ -229,7 +229,7 @@ def mlp(x_BTD: Array, w: Mlp) -> Array:
 
 
 def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
-    """How much each token's experts count, and which of all E they are: both [M, X]."""
+    """The weights of each token's experts, and which of all E they are: both [M, X]."""
     p_ME = jax.nn.softmax(linear(x_MD, w.router).astype(jnp.float32))
     weight_MX, expert_MX = lax.top_k(p_ME, config.num_experts_per_tok)
     if config.norm_topk_prob:
@@ -312,10 +312,10 @@ def prefill(
 ) -> DecodeState:
     """Appends the first count_B of T tokens to each slot, and samples the token after them.
 
-    A long prompt takes several calls (`serve` cuts it in 512s and a rest), and `token_B` is valid
-    after the last. Tokens past count_B are padding, whose keys land past the slot's new length; a
-    count of 0 leaves a slot as it is. Nothing is written past the capacity. Each T is a program to
-    compile, as is each other size or dtype. `state` is donated: its cache is updated in place.
+    A long prompt takes several calls: `serve` reads 512 tokens at a time, the rest padded to a
+    power of two. Only the last `token_B` counts. Tokens past count_B are padding: their keys land
+    past the slot's new length, or nowhere if that is past the capacity. A count of 0 leaves a slot
+    as it is. Each T, size and dtype is compiled once. `state` is donated: updated in place.
     """
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
@@ -335,10 +335,10 @@ def prefill(
 
 
 def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prompt` into slot slot_B[b] of `state`, which is donated; -1 for nowhere.
+    """Copies slot b of `prompt` into slot slot_B[b] of the donated `state`, unless that is -1.
 
     Slots are counted within a data shard, and nothing moves from one shard to another. Both states
-    are on `mesh`, with one capacity and dtype of cache. ValueError for anything else. Not in jit.
+    are on `mesh`, with the same capacity and dtype of cache. ValueError otherwise. Not in jit.
     """
     check_insert(state, prompt, slot_B, mesh)
     return copy_rows(state, prompt, slot_B, specs=STATE_SPEC, mesh=mesh)
@@ -388,7 +388,7 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
 
 
 def has_no_window(hf: dict[str, Any]) -> bool:
-    """Whether no layer slides even with use_sliding_window; ValueError if layer_types has one."""
+    """Whether no layer has a window whatever the switch says; ValueError if layer_types has one."""
     first, layers = hf.get("max_window_layers"), hf.get("num_hidden_layers")
     if (kinds := hf.get("layer_types")) is not None:
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
@@ -475,7 +475,7 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Stored name -> the weight that it becomes, and the order of its heads. Same: must equal that
-    weight, and is dropped. None: dropped. Any other stored name is an error."""
+    weight, and is dropped. None: dropped. Any other name: ValueError."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {

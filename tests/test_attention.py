@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 from common.kernels import attention_blocked as module
 from common.kernels.attention_blocked import attention_blocked
 from common.kernels.decode_attention import ragged_decode_attention
-from common.kernels.prefill_attention import prefill_attention, prefill_attention_blocked
+from common.kernels.prefill_attention import prefill_attention
 from common.kernels.reference import attention_reference
 from common.kernels.softmax import merge_parts
+from common.kernels.visible import first_seen
 from common.sharding import DATA, MODEL, make_mesh
 
 F32_ATOL = 1e-5  # of outputs whose largest is about 4; reached: 6e-6
@@ -396,24 +397,14 @@ def blocked(inputs, **options):
     return jax.jit(attend)(*positional, **arrays)
 
 
-def blocked_prefill(inputs, **options):
-    """Its starts are those of a window."""
-    names = ("q_BTNH", "k_BKSH", "v_BKSH", "lengths_B", "k_scale_BKS", "v_scale_BKS", "sinks_N")
-    options = dict(window=WINDOW, chunk=None, scale=inputs.scale) | options
-    attend = functools.partial(prefill_attention_blocked, **options)
-    return jax.jit(attend)(*(inputs.arrays.get(x) for x in names))
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("block, query_block", [(1, 33), (7, 5), (50, 1), (149, 32), (512, 16)])
 def test_the_sizes_of_blocks_change_nothing(block, query_block):
     case = Case(40, 2, 3, 33, S=150, starts="window", sinks=True, cache=INT8)
     inputs = make(case, (33, 150, 0, 149, 20))
-    o, lse = blocked(inputs, block=block)
+    o, lse = blocked(inputs, block=block, query_block=query_block)
     assert_close(o, inputs.o, atol=F32_ATOL)
     assert_lse(lse, inputs.lse)
-    o = blocked_prefill(inputs, block=block, query_block=query_block)
-    assert_close(o, inputs.o, atol=F32_ATOL)
 
 
 READS = {  # T: lengths, what says the first position, and per 16 queries the blocks of 32 read
@@ -443,26 +434,23 @@ def test_the_blocked_implementation_reads_the_filled_and_visible_blocks_alone(T,
     slice_in_dim, seen, S = lax.dynamic_slice_in_dim, [], 150
 
     def watched(x, start_index, slice_size, axis):
-        assert x.shape[2] == S and (slice_size, axis) == (32, 2)
-        jax.debug.callback(lambda at: seen.append(int(at)), start_index, ordered=True)
+        if slice_size == 32:  # of the cache; a block of queries is one of 3 or 48 rows
+            assert x.shape[2] == S and axis == 2
+            jax.debug.callback(lambda at: seen.append(int(at)), start_index, ordered=True)
         return slice_in_dim(x, start_index, slice_size, axis)
 
     monkeypatch.setattr(lax, "dynamic_slice_in_dim", watched)
-    options = dict(scale=1.0, block=32)
-
-    @functools.cache
-    def program(window=None, chunk=None):
-        rest = dict(window=window, chunk=chunk, query_block=16)
-        return jax.jit(functools.partial(prefill_attention_blocked, **options, **rest))
-
-    one = jax.jit(functools.partial(attention_blocked, **options))
+    attend = functools.partial(attention_blocked, scale=1.0, block=32, query_block=16)
+    program = jax.jit(attend)
     q, cache = jnp.ones((2, T, 3, 40)), jnp.ones((2, 1, S, 40))
-    for lengths, first, blocks in READS[T]:
+    for lengths, allowed, blocks in READS[T]:
         seen.clear()
+        lengths = jnp.array(lengths)
         if T == 1:
-            one(q, cache, cache, jnp.array(lengths), jnp.full((2, 1), first))
+            starts = jnp.full((2, 1), allowed)
         else:
-            program(**first)(q, cache, cache, jnp.array(lengths))
+            starts = first_seen(lengths[:, None] - T + jnp.arange(T), **allowed)
+        program(q, cache, cache, lengths, starts)
         jax.effects_barrier()
         starts = [min(j * 32, S - 32) for row in blocks for j in row]
         assert seen == [at for at in starts for _ in ("keys", "values")]
@@ -470,8 +458,9 @@ def test_the_blocked_implementation_reads_the_filled_and_visible_blocks_alone(T,
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("implementation", ["blocked", None], ids=str)
+@pytest.mark.parametrize("call", [decode, prefill])
 def test_from_the_call_down_to_a_step_of_the_softmax_are_three_functions(
-    implementation, dtype, monkeypatch
+    call, implementation, dtype, monkeypatch
 ):
     """So that who debugs on a CPU sees little else: dispatch chooses, and stands not in between."""
     step, paths = module.online_softmax, []
@@ -483,10 +472,9 @@ def test_from_the_call_down_to_a_step_of_the_softmax_are_three_functions(
 
     monkeypatch.setattr(module, "online_softmax", watched)
     inputs = make(Case(40, 3, 1, 1, dtype=dtype, cache=dtype), LENGTHS)
-    decode(inputs, implementation)
-    assert paths and all(
-        path == ["ragged_decode_attention", "attention_blocked", "body"] for path in paths
-    )
+    call(inputs, implementation)
+    name = "ragged_decode_attention" if call is decode else "prefill_attention"
+    assert paths and all(path == [name, "attention_blocked", "body"] for path in paths)
 
 
 def intermediates(jaxpr):

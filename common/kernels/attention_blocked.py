@@ -27,57 +27,82 @@ def attention_blocked(
     scale: float,
     v_dim: int | None = None,
     block: int = 256,
+    query_block: int = 256,
     compute_dtype: Any = None,
-) -> tuple[Array, Array]:
-    """`attention_reference` by online softmax over blocks of the cache, from the first position
-    that any row sees to the last.
+    return_lse: bool = True,
+) -> Any:
+    """`attention_reference` by online softmax, a block of queries and a block of the cache at a
+    time: o, and its log-sum-exp if `return_lse`.
 
-    Reads only blocks that some slot has filled, upcasts one block at a time to `compute_dtype` (q's
-    unless given), and needs memory for T * block scores a head.
+    One loop takes all pairs of blocks in which some query of some slot sees something, each block
+    of queries with the blocks of the cache from the first position it sees to the last. It upcasts
+    one block of the cache at a time to `compute_dtype` (q's unless given), and needs memory for
+    query_block * block scores a head.
     """
     B, T, N, H = q_BTNH.shape
     K, S, W = k_BKSH.shape[1:]
-    bs, Hv, dtype = min(block, S), value_width(v_BKSH, v_dim), compute_dtype or q_BTNH.dtype
+    bs, bt, Hv = min(block, S), min(query_block, T), value_width(v_BKSH, v_dim)
+    G, dtype = N // K, compute_dtype or q_BTNH.dtype
     if v_BKSH is None and v_scale_BKS is None:
         v_scale_BKS = k_scale_BKS
-    q_BKRH = rows_by_head(q_BTNH, K).astype(dtype)
-    position_BR = jnp.repeat(lengths_B[:, None] - T + jnp.arange(T), N // K, axis=1)
-    starts_BR = jnp.repeat(starts_BT, N // K, axis=1)
+    # The first block of queries is filled up in front, with queries that are cut off again.
+    extra = -T % bt
+    q_BTNH = jnp.pad(q_BTNH, ((0, 0), (extra, 0), (0, 0), (0, 0)))
+    starts_BT = jnp.pad(starts_BT, ((0, 0), (extra, 0)), mode="edge")
+    q_BKRH = rows_by_head(q_BTNH, K)
+    position_BR = jnp.repeat(lengths_B[:, None] - extra - T + jnp.arange(extra + T), G, axis=1)
+    starts_BR = jnp.repeat(starts_BT, G, axis=1)
+    first_n, end_n = _blocks_to_read(lengths_B, starts_BT, S, bs, bt)
+    steps_n = jnp.cumsum(jnp.maximum(end_n - first_n, 0))  # after each block of queries
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     dot = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
 
-    def body(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        m, total, acc = carry
+    def body(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        i = (steps_n <= step).sum()  # the block of queries
+        j = end_n[i] - (steps_n[i] - step)  # the block of the cache
+        of_queries = partial(lax.dynamic_slice_in_dim, start_index=i * bt * G, slice_size=bt * G)
         at = jnp.minimum(j * bs, S - bs)  # the last block may overlap the one before it
         cut = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=bs, axis=2)
         position = at + jnp.arange(bs)
         filled = ((position >= j * bs) & (position < lengths_B[:, None]))[:, None]  # [B, 1, bs]
-        seen = (position >= starts_BR[..., None]) & (position <= position_BR[..., None]) & filled
+        first_BR, last_BR = (of_queries(x, axis=1)[..., None] for x in (starts_BR, position_BR))
+        seen = (position >= first_BR) & (position <= last_BR) & filled
         rows = cut(k_BKSH)
         # Cut before they are widened: no column of a shared row is converted for nothing.
         k, v = rows[..., W - H :], (rows if v_BKSH is None else cut(v_BKSH))[..., :Hv]
-        s = dot("bkrh,bksh->bkrs", q_BKRH, k.astype(dtype)) * scale
+        q = of_queries(q_BKRH, axis=2).astype(dtype)
+        s = dot("bkrh,bksh->bkrs", q, k.astype(dtype)) * scale
         if k_scale_BKS is not None:
             s = s * cut(k_scale_BKS)[:, :, None]
         s = jnp.where(seen[:, None], s, NEG_INF)
+        m, total, acc = (of_queries(x, axis=2) for x in carry)
         m, total, keep, p = online_softmax(m, total, s)
         # Stale values and scales may be NaN, and 0 * NaN is NaN.
         if v_scale_BKS is not None:
             p = p * jnp.where(filled, cut(v_scale_BKS), 0)[:, :, None]
         v = jnp.where(filled[..., None], v.astype(dtype), 0)
-        return m, total, acc * keep + dot("bkrs,bksh->bkrh", p.astype(dtype), v)
+        acc = acc * keep + dot("bkrs,bksh->bkrh", p.astype(dtype), v)
+        put = partial(lax.dynamic_update_slice_in_dim, start_index=i * bt * G, axis=2)
+        return put(carry[0], m), put(carry[1], total), put(carry[2], acc)
 
     arrays = (q_BTNH, k_BKSH, v_BKSH, lengths_B, starts_BT, k_scale_BKS, v_scale_BKS, sinks_N)
-    init = [vary_like(x, *jax.tree.leaves(arrays)) for x in _before(sinks_N, (B, T, N, K), Hv)]
-    first, end = _blocks_to_read(lengths_B, starts_BT, S, bs)
-    o, lse = normalized(*lax.fori_loop(first, end, body, tuple(init)))
-    return heads_of_rows(o, T).astype(q_BTNH.dtype), heads_of_rows(lse, T)[..., 0]
+    before = _before(sinks_N, (B, extra + T, N, K), Hv)
+    init = tuple(vary_like(x, *jax.tree.leaves(arrays)) for x in before)
+    o, lse = normalized(*lax.fori_loop(0, steps_n[-1], body, init))
+    o = heads_of_rows(o, extra + T)[:, extra:].astype(q_BTNH.dtype)
+    return (o, heads_of_rows(lse, extra + T)[:, extra:, :, 0]) if return_lse else o
 
 
-def _blocks_to_read(lengths_B: Array, starts_BT: Array, S: int, bs: int) -> tuple[Array, Array]:
-    """The first block of bs positions that any slot needs, and the one after the last."""
-    first_B = jnp.where(lengths_B > 0, jnp.maximum(starts_BT.min(1), 0), S)
-    return first_B.min() // bs, jnp.minimum(-(-lengths_B.max() // bs), -(-S // bs))
+def _blocks_to_read(
+    lengths_B: Array, starts_BT: Array, S: int, bs: int, bt: int
+) -> tuple[Array, Array]:
+    """For each block of bt queries: the first block of bs positions that any slot needs, and the
+    one after the last."""
+    B, T = starts_BT.shape
+    end_Bn = lengths_B[:, None] - T + jnp.arange(bt, T + 1, bt)
+    first_Bn = jnp.maximum(starts_BT.reshape(B, -1, bt).min(2), 0)
+    first_n = jnp.where(end_Bn > 0, first_Bn, S).min(0) // bs
+    return first_n, jnp.minimum(-(-end_Bn.max(0) // bs), -(-S // bs))
 
 
 def _before(sinks_N: Array | None, BTNK: tuple[int, ...], Hv: int) -> tuple[Array, Array, Array]:

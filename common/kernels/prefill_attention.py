@@ -3,10 +3,10 @@
     o[b, t, n] = sum_s softmax_s(q[b, t, n] . k[b, n // G, s] * scale) v[b, n // G, s],
     over the positions s of the cache with first_seen(p) <= s <= p = lengths[b] - T + t.
 
-On TPU this is JAX's splash attention, elsewhere the blocked attention of a few queries, taken a
-block of queries at a time. Either way the blocks above the diagonal are left out, those in the
-empty part of the cache above all, and those before a window or a chunk: the work grows with
-lengths, or with the window, not with S.
+On TPU this is JAX's splash attention, elsewhere the blocked attention that also takes few queries.
+Either way the blocks above the diagonal are left out, those in the empty part of the cache above
+all, and those before a window or a chunk: the work grows with lengths, or with the window, not with
+S.
 """
 
 from functools import partial
@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from common.kernels.attention_blocked import attention_blocked
 from common.kernels.dispatch import Kernel, choose
@@ -68,57 +67,15 @@ def prefill_attention(
     if implementation is None and q_BTNH.dtype != jnp.bfloat16:
         implementation = "blocked"
     lengths_B = jnp.maximum(lengths_B, 0)  # lengths - T must not wrap around
-    options: Any = dict(scale=scale, v_dim=v_dim, window=window, chunk=chunk)
-    blocked = partial(prefill_attention_blocked, **options)
-    plain = dict(reference=partial(_reference, **options), blocked=blocked, gpu=blocked)
-    on_tpu = partial(prefill_attention_tpu, **options)
-    attend = choose(implementation, plain, dict(tpu=Kernel("tpu", on_tpu, None)))
-    o: Array = attend(q_BTNH, k_BKSH, v_BKSH, lengths_B, k_scale_BKS, v_scale_BKS, sinks_N)
-    return o
-
-
-def _reference(
-    q_BTNH: Array,
-    k_BKSH: Array,
-    v_BKSH: Array | None,
-    lengths_B: Array,
-    *arrays: Array | None,
-    window: int | None,
-    chunk: int | None,
-    **options: Any,
-) -> Array:
     T = q_BTNH.shape[1]
     starts_BT = first_seen(lengths_B[:, None] - T + jnp.arange(T), window, chunk)
-    return attention_reference(q_BTNH, k_BKSH, v_BKSH, lengths_B, starts_BT, *arrays, **options)[0]
-
-
-def prefill_attention_blocked(
-    q_BTNH: Array,
-    k_BKSH: Array,
-    v_BKSH: Array | None,
-    lengths_B: Array,
-    *arrays: Array | None,
-    window: int | None,
-    chunk: int | None,
-    query_block: int = 256,
-    **options: Any,
-) -> Array:
-    """`prefill_attention` in plain jnp: `attention_blocked` of query_block queries at a time, so
-    that scores need the same memory whatever T is."""
-    B, T, N, H = q_BTNH.shape
-    size = min(query_block, T)
-    n = -(-T // size)
-
-    def attend(q: Array, ends_B: Array) -> Array:
-        """The queries at the last positions before ends_B."""
-        starts = first_seen(ends_B[:, None] - size + jnp.arange(size), window, chunk)
-        return attention_blocked(q, k_BKSH, v_BKSH, ends_B, starts, *arrays, **options)[0]
-
-    if n == 1:
-        return attend(q_BTNH, lengths_B)
-    # The first block is filled up in front, with queries that are cut off again.
-    q_BTNH = jnp.pad(q_BTNH, ((0, 0), (n * size - T, 0), (0, 0), (0, 0)))
-    q_nBtNH = q_BTNH.reshape(B, n, size, N, H).swapaxes(0, 1)
-    ends_nB = lengths_B - size * jnp.arange(n - 1, -1, -1)[:, None]
-    o_nBtNH = lax.map(lambda block: attend(*block), (q_nBtNH, ends_nB))
-    return o_nBtNH.swapaxes(0, 1).reshape(B, n * size, N, -1)[:, n * size - T :]
+    options: Any = dict(scale=scale, v_dim=v_dim)
+    reference, blocked = (
+        partial(f, **options, return_lse=False) for f in (attention_reference, attention_blocked)
+    )
+    plain = dict(reference=reference, blocked=blocked, gpu=blocked)
+    on_tpu = partial(prefill_attention_tpu, **options, window=window, chunk=chunk)
+    attend = choose(implementation, plain, dict(tpu=Kernel("tpu", on_tpu, None)))
+    arrays = (k_scale_BKS, v_scale_BKS, sinks_N)
+    o: Array = attend(q_BTNH, k_BKSH, v_BKSH, lengths_B, starts_BT, *arrays)
+    return o

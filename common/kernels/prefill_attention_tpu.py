@@ -35,6 +35,7 @@ def prefill_attention_tpu(
     k_BKSH: Array,
     v_BKSH: Array | None,
     lengths_B: Array,
+    starts_BT: Array,
     k_scale_BKS: Array | None = None,
     v_scale_BKS: Array | None = None,
     sinks_N: Array | None = None,
@@ -68,7 +69,7 @@ def prefill_attention_tpu(
     reach = min(x for x in (window, chunk, S) if x is not None)  # positions that a query sees
     row = partial(_row, first=first, reach=reach, sinks_N=sinks_N, interpret=interpret)
     o_BNTH = lax.map(lambda xs: row(*xs, S=S, bq=bq, bs=bs), (q, k, v, padded_BT))[:, :, :T]
-    seen_BT = (position_BT >= 0) & (first(position_BT) < S)
+    seen_BT = (position_BT >= 0) & (starts_BT < S)
     return jnp.where(seen_BT[..., None, None], o_BNTH.swapaxes(1, 2), 0)
 
 

@@ -3,6 +3,8 @@
 It stands for itself: the implementations that are compared with it share no code with it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -21,9 +23,10 @@ def attention_reference(
     *,
     scale: float,
     v_dim: int | None = None,
-) -> tuple[Array, Array]:
+    return_lse: bool = True,
+) -> Any:
     """softmax(q k^T * scale + mask) v over the whole cache at once: output [B, T, N, Hv] in q's
-    dtype and log-sum-exp [B, T, N] in float32.
+    dtype and, if `return_lse`, log-sum-exp [B, T, N] in float32.
 
     The T queries of slot b stand at its last positions: query t at lengths[b] - T + t, and it sees
     the positions from starts[b, t] up to its own. A query that sees none gives zeros and -inf.
@@ -63,4 +66,5 @@ def attention_reference(
     p = p / jnp.where(total > 0, total, 1)
     o = jnp.einsum("bkgts,bksh->btkgh", p, v, precision="highest")
     lse = (m + jnp.log(total))[..., 0].transpose(0, 3, 1, 2).reshape(B, T, N)
-    return o.reshape(B, T, N, -1).astype(q_BTNH.dtype), lse
+    o = o.reshape(B, T, N, -1).astype(q_BTNH.dtype)
+    return (o, lse) if return_lse else o
