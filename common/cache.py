@@ -239,6 +239,16 @@ def attend_latent(
     return lax.psum_scatter(o_BTNC, TENSOR, scatter_dimension=2, tiled=True)
 
 
+def latent_rows(cache: RowCache, dtype: DTypeLike) -> Array:
+    """The latent vectors of all positions, which the devices of a `tensor` group gather: [B, S, C],
+    anything at positions that are not filled."""
+    rows = lax.all_gather(cache.rows[:, 0], TENSOR, axis=1, tiled=True)  # own positions -> all
+    if cache.k_scale is None:
+        return rows.astype(dtype)
+    scale_BS = lax.all_gather(cache.k_scale[:, 0], TENSOR, axis=1, tiled=True)
+    return (rows * scale_BS[..., None]).astype(dtype)
+
+
 # ---- moving slots
 
 

@@ -24,7 +24,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from common.kernels.ragged_dot import row_major
-from common.quant import FP8_BLOCK, SPECS, Matrix, Storage, Transposed
+from common.quant import (
+    FP8_BLOCK,
+    SPECS,
+    Fp8,
+    Matrix,
+    Storage,
+    Transposed,
+    dequantize_fp8,
+    is_stored,
+)
 from common.sharding import Shards, model_shards
 from common.stored import DTYPES, FLOATS, KEPT, StoredTensor, Tensors, open_tensors
 from common.weights import Weight, by_path, is_weight, published_arrays, takes
@@ -360,13 +369,14 @@ def load_array(placement: Placement, dtype: np.dtype, advance: Callable[[int], N
 def convert(
     w: Matrix, spec: PartitionSpec, storage: Storage, dtype: np.dtype, mesh: Mesh
 ) -> Matrix:
-    """Every device stores its own part of a matrix, plain or Transposed, in another way."""
+    """Every device stores its own part of a matrix, plain, Transposed or Fp8, in another way."""
 
     def run(w: Any) -> Matrix:
-        plain = w.values.swapaxes(-1, -2) if isinstance(w, Transposed) else w
-        return storage.convert(plain, dtype)
+        if isinstance(w, Transposed):
+            w = w.values.swapaxes(-1, -2)
+        return storage.convert(dequantize_fp8(w) if isinstance(w, Fp8) else w, dtype)
 
-    in_specs = SPECS[Transposed](spec) if isinstance(w, Transposed) else spec
+    in_specs = SPECS[type(w)](spec) if is_stored(w) else spec
     run = jax.shard_map(run, mesh=mesh, in_specs=(in_specs,), out_specs=storage.specs(spec))
     return run(w)
 

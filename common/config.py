@@ -250,8 +250,11 @@ def inconsistencies(config: Any) -> Iterator[str]:
 def is_fp8(hf: Mapping[str, Any], projections: Collection[str]) -> bool:
     """Whether the `projections` are published in fp8: all of them, or none."""
     needed = dict(weight_block_size=[FP8_BLOCK] * 2, activation_scheme="dynamic")
-    # Qwen's own files say fmt besides, those that transformers 5 saved the others.
-    only = dict(fmt="e4m3", scale_fmt="float", expert_dtype="fp8", modules_to_convert=None)
+    # Published files say fmt besides, of DeepSeek V3.1 scale_fmt (of its scales, which are powers
+    # of two, stored as float32), those that transformers 5 saved the others.
+    only = dict(
+        fmt="e4m3", scale_fmt=("float", "ue8m0"), expert_dtype="fp8", modules_to_convert=None
+    )
     kept = "modules_to_not_convert"
     if not is_published_in("fp8", hf, needed, only, inert=(kept,)):
         return False

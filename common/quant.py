@@ -69,7 +69,8 @@ class Storage(NamedTuple):
 
     convert: Callable[[Array, DTypeLike], Matrix]  # one device's part of [.., out, in]; the dtype
     specs: Callable[[PartitionSpec], Any]  # of its arrays, from the spec of [.., out, in]
-    stacks: bool  # whether it takes stacks of expert matrices too
+    kinds: tuple[str, ...]  # of the weights that it takes; see `Weight`
+    requantizes: tuple[type, ...] = ()  # published storages that it takes the place of
 
 
 def quantize_rows(x: Array) -> tuple[Array, Array]:
@@ -138,9 +139,9 @@ def is_stored(w: Any) -> bool:
     return type(w) in SPECS
 
 
-INT8 = Storage(quantize_weight, SPECS[Int8], stacks=True)
+INT8 = Storage(quantize_weight, SPECS[Int8], ("matrix", "heads", "stack"), requantizes=(Fp8,))
 # XLA's CPU compiler multiplies a few rows of float32 1.4 times faster with what is stored this way.
-TRANSPOSED = Storage(transpose_weight, SPECS[Transposed], stacks=False)
+TRANSPOSED = Storage(transpose_weight, SPECS[Transposed], ("matrix",))
 
 
 def linear(x: Array, w: Matrix, out_dtype: DTypeLike | None = None) -> Array:
@@ -194,19 +195,24 @@ def dense(w: Matrix, dtype: DTypeLike) -> Array:
     return w
 
 
-def headwise(x: Array, w_NOI: Matrix, transpose: bool = False) -> Array:
-    """Each head's vector x [B, T, N, I] times the transpose of that head's own matrix [O, I]:
-    [B, T, N, O] in x's dtype, summed in float32.
+def headwise(x: Array, w: Matrix, rows: slice, transpose: bool = False) -> Array:
+    """Each head's vector x [B, T, N, I] times the transpose of `rows` of that head's own matrix:
+    [B, T, N, O] in x's dtype, summed in float32. w holds one head's matrix after the other, plain,
+    Int8 or Fp8: [N * heights, I].
 
-    With `transpose`, x [B, T, N, O] times the matrix itself: [B, T, N, I]. The stack of matrices is
-    plain, Int8 (scale [N, 1, O]) or Fp8.
+    With `transpose`, x [B, T, N, O] times these rows themselves: [B, T, N, I].
     """
+    N = x.shape[2]
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dot = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     equation = "btno,noi->btni" if transpose else "btni,noi->btno"
-    if not isinstance(w_NOI, Int8):
-        return dot(equation, x, dense(w_NOI, x.dtype)).astype(x.dtype)
-    values, scale_NO = w_NOI.values.astype(x.dtype), w_NOI.scale[:, 0]
+
+    def of_heads(x: Array) -> Array:
+        return x.reshape(N, -1, *x.shape[1:])[:, rows]
+
+    if not isinstance(w, Int8):
+        return dot(equation, x, of_heads(dense(w, x.dtype))).astype(x.dtype)
+    values, scale_NO = of_heads(w.values).astype(x.dtype), of_heads(w.scale[0])
     if transpose:  # the scale belongs to the axis that is summed over
         return dot(equation, (x * scale_NO).astype(x.dtype), values).astype(x.dtype)
     return (dot(equation, x, values) * scale_NO).astype(x.dtype)

@@ -21,7 +21,7 @@ class Weight(NamedTuple):
 
     shape: Shape  # of a matrix [out, in], however it is stored
     spec: PartitionSpec
-    kind: Literal["array", "matrix", "stack"]  # a stack is one matrix for each expert
+    kind: Literal["array", "matrix", "heads", "stack"]
     published: type | None = None  # the storage in which a checkpoint holds it: Fp8, Mxfp4, ...
     dtype: DTypeLike | None = None  # its own, whatever the dtype of the model
     initial: float | None = None  # every number of a new one; None for random numbers
@@ -51,6 +51,12 @@ def matrix(shape: Shape, spec: PartitionSpec, published: type | None = None) -> 
     return Weight(shape, spec, "matrix", published)
 
 
+def heads(shape: Shape, spec: PartitionSpec, published: type | None = None) -> Any:
+    """The matrices of all heads, one after the other [N * out, in]: `headwise` takes them, and
+    `linear` takes them as one."""
+    return Weight(shape, spec, "heads", published)
+
+
 def stack(shape: Shape, spec: PartitionSpec, published: type | None = None) -> Any:
     """The matrices [E, out, in] of all experts, which `ragged_dot` takes."""
     return Weight(shape, spec, "stack", published)
@@ -61,11 +67,12 @@ def is_weight(x: Any) -> bool:
 
 
 def takes(weight: Weight, storage: Storage | None) -> bool:
-    """Whether a weight is kept in the storage that the user chose. What is published quantised
-    stays as it is."""
-    if storage is None or weight.published in (Fp8, Mxfp4):
+    """Whether a weight is kept in the storage that the user chose. What is published in 4 bits
+    stays as it is, and so does fp8 but for int8."""
+    if storage is None:
         return False
-    return weight.kind == "matrix" or (weight.kind == "stack" and storage.stacks)
+    stays = weight.published in (Fp8, Mxfp4) and weight.published not in storage.requantizes
+    return weight.kind in storage.kinds and not stays
 
 
 def published_arrays(weight: Weight) -> Any:

@@ -143,7 +143,7 @@ def test_every_published_spelling_of_fp8_is_read(quantization):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(scale_fmt="ue8m0"),
+        dict(scale_fmt="e5m2"),
         dict(dequantize=True),
         dict(expert_dtype="fp4"),
         dict(modules_to_convert=["model.embed_tokens"]),

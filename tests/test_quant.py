@@ -182,30 +182,34 @@ def test_the_specs_of_a_stored_matrix_follow_its_layout():
 # ---- products head by head
 
 
-HEADS, PER_OUT, PER_IN = 3, 140, 130  # blocks of 128 are partial
+HEADS, PER_OUT, PER_IN = 3, 90, 130  # blocks of 128 are partial, and hold rows of several heads
+PART = slice(20, 75)
 
 
 def head_matrices(storage):
-    """A stack [N, O, I] and the numbers that it stands for."""
-    w = np.random.default_rng(0).standard_normal((HEADS, PER_OUT, PER_IN)).astype(np.float32)
+    """One matrix after the other [N * O, I], and the numbers that they stand for [N, O, I]."""
+    shape = (HEADS * PER_OUT, PER_IN)
+    w = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    stored = jnp.asarray(w)
     if storage == "int8":
-        stored = quantize(jnp.asarray(w))
-        return stored, np.asarray(stored.values) * np.asarray(stored.scale)[:, 0, :, None]
+        stored = quantize(stored)
+        w = np.asarray(stored.values) * np.asarray(stored.scale)[0, :, None]
     if storage == "fp8":
-        scale = np.random.default_rng(1).uniform(0.5, 2, (HEADS, 2, 2)).astype(np.float32)
+        scale = np.random.default_rng(1).uniform(0.5, 2, (3, 2)).astype(np.float32)
         stored = Fp8(jnp.asarray(w, jnp.float8_e4m3fn), jnp.asarray(scale))
-        return stored, np.asarray(dequantize_fp8(stored))
-    return jnp.asarray(w), w
+        w = np.asarray(dequantize_fp8(stored))
+    return stored, w.reshape(HEADS, PER_OUT, PER_IN)
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("storage", ["plain", "int8", "fp8"])
 @pytest.mark.parametrize("rows", [(1, 1), (2, 3)], ids=str)
-def test_every_head_meets_its_own_matrix(rows, storage, transpose):
+def test_every_head_meets_rows_of_its_own_matrix(rows, storage, transpose):
     stored, w = head_matrices(storage)
-    width = PER_OUT if transpose else PER_IN
-    x = np.random.default_rng(2).standard_normal((*rows, HEADS, width)).astype(np.float32)
-    got = jax.jit(functools.partial(headwise, transpose=transpose))(x, stored)
+    w = w[:, PART]
+    x = np.random.default_rng(2).standard_normal((*rows, HEADS, w.shape[1 if transpose else 2]))
+    product = functools.partial(headwise, rows=PART, transpose=transpose)
+    got = jax.jit(product)(jnp.asarray(x, jnp.float32), stored)
     want = np.einsum("btno,noi->btni" if transpose else "btni,noi->btno", x, w)
     assert got.dtype == jnp.float32
     assert_close(got, want, rtol=1e-5)

@@ -3,22 +3,33 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compare import assert_close
 from engine import hf_config, load
 
-from common.quant import INT8, Fp8, Int8
+from common.quant import INT8, Fp8, Int8, dequantize_fp8
 from common.sharding import Shards
 from common.weights import check_divides
 from qwen3 import model
 
 
-def test_int8_takes_experts_and_projections_and_leaves_routers_and_fp8():
+def projections(weights):
+    return (weights.layers[0].wq, *weights.layers[0].mlp, *weights.layers[1].mlp.experts)
+
+
+def test_int8_takes_experts_and_projections_from_bf16_and_from_fp8_and_leaves_routers():
     moe = load("qwen3", "moe", "expert=2,tensor=2", storage=INT8).weights.layers[0]
     assert isinstance(moe.wq, Int8) and all(isinstance(w, Int8) for w in moe.mlp.experts)
     assert moe.mlp.router.dtype == jnp.float32
     fp8 = load("qwen3", "moe_fp8", "expert=2", "bfloat16", INT8).weights
     assert isinstance(fp8.embed, Int8)
-    for w in (fp8.layers[0].wo, *fp8.layers[0].mlp, *fp8.layers[1].mlp.experts):
-        assert isinstance(w, Fp8) and w.values.dtype == jnp.float8_e4m3fn
+    kept = load("qwen3", "moe_fp8", "expert=2", "bfloat16").weights
+    for requantised, w in zip(projections(fp8), projections(kept), strict=True):
+        assert isinstance(requantised, Int8) and isinstance(w, Fp8)
+        assert w.values.dtype == jnp.float8_e4m3fn
+        exact = np.asarray(dequantize_fp8(w))
+        scale = np.asarray(requantised.scale).swapaxes(-1, -2)  # one for each shard of the input
+        got = requantised.values * scale.repeat(exact.shape[-1] // scale.shape[-1], -1)
+        assert_close(got, exact, atol=np.abs(exact).max() / 127)
 
 
 # ---- config.json
