@@ -127,7 +127,7 @@ def test_experts_arrive_in_order_padded_and_split_from_every_layout(checkpoint, 
 
 
 @ON_MESHES
-def test_int8_takes_the_stacks_and_leaves_routers_and_what_is_quantised(checkpoint, axes):
+def test_int8_takes_the_stacks_and_fp8_and_leaves_routers_and_4_bits(checkpoint, axes):
     weights, mesh = load(checkpoint, axes, storage=INT8)
     want = expected(stored_tensors(), model_shards(mesh).tensor)
     for got, wanted in zip(weights.layers, want.layers, strict=True):
@@ -137,7 +137,7 @@ def test_int8_takes_the_stacks_and_leaves_routers_and_what_is_quantised(checkpoi
             step = np.asarray(stack.scale)[:, 0, :, None]
             assert_close(np.asarray(stack.values) * step, dense, atol=0.51 * step.max())
         assert got.router.dtype == jnp.float32
-        assert (type(got.packed), type(got.square)) == (Mxfp4, Fp8)
+        assert (type(got.packed), type(got.square)) == (Mxfp4, Int8)
 
 
 @ON_MESHES
