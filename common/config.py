@@ -46,6 +46,7 @@ ONLY: dict[str, Any] = dict(
     is_causal=True, is_encoder_decoder=False, add_cross_attention=False, pruned_heads=({}, None)
 )
 MOST = 10_000  # layers, heads or experts: each is an entry of some list
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the names of their number
 SILU = ("silu", "swish")  # two names of one function
 Derive = Callable[[Mapping[str, Any]], Any]  # a field from those before it
 
@@ -233,15 +234,20 @@ def inconsistencies(config: Any) -> Iterator[str]:
     heads, kv_heads = get("num_attention_heads"), get("num_key_value_heads")
     if kv_heads and heads % kv_heads:
         yield f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
-    for name in ("num_hidden_layers", "num_attention_heads", "num_experts", "num_local_experts"):
+    for name in ("num_hidden_layers", "num_attention_heads", *EXPERTS):
         if (get(name) or 0) > MOST:
             yield f"{name}={get(name)} is more than {MOST}"
     layers, kinds = get("num_hidden_layers"), get("layer_types")
     if kinds is not None and len(kinds) != layers:
         yield f"{len(kinds)} layer_types, but num_hidden_layers is {layers}"
-    experts, chosen = get("num_experts") or get("num_local_experts"), get("num_experts_per_tok")
+    experts, chosen = next(filter(None, map(get, EXPERTS)), 0), get("num_experts_per_tok")
     if experts and chosen > experts:
         yield f"num_experts_per_tok={chosen} of only {experts} experts"
+    groups, kept = get("n_group"), get("topk_group")
+    if groups and (experts % groups or experts < 2 * groups):
+        yield f"{experts} experts are not n_group={groups} equal groups of 2 or more"
+    elif groups and (kept > groups or chosen > kept * (experts // groups)):
+        yield f"topk_group={kept} of n_group={groups} groups have fewer than {chosen} experts"
 
 
 # ---- parts of config.json that several families have

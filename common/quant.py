@@ -202,20 +202,29 @@ def headwise(x: Array, w: Matrix, rows: slice, transpose: bool = False) -> Array
 
     With `transpose`, x [B, T, N, O] times these rows themselves: [B, T, N, I].
     """
-    N = x.shape[2]
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dot = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     equation = "btno,noi->btni" if transpose else "btni,noi->btno"
 
-    def of_heads(x: Array) -> Array:
-        return x.reshape(N, -1, *x.shape[1:])[:, rows]
+    def of_heads(w: Array) -> Array:
+        return w.reshape(x.shape[2], -1, *w.shape[1:])[:, rows]
 
     if not isinstance(w, Int8):
-        return dot(equation, x, of_heads(dense(w, x.dtype))).astype(x.dtype)
+        return product_of_heads(equation, x, of_heads(dense(w, x.dtype))).astype(x.dtype)
     values, scale_NO = of_heads(w.values).astype(x.dtype), of_heads(w.scale[0])
     if transpose:  # the scale belongs to the axis that is summed over
-        return dot(equation, (x * scale_NO).astype(x.dtype), values).astype(x.dtype)
-    return (dot(equation, x, values) * scale_NO).astype(x.dtype)
+        x = (x * scale_NO).astype(x.dtype)
+        return product_of_heads(equation, x, values).astype(x.dtype)
+    return (product_of_heads(equation, x, values) * scale_NO).astype(x.dtype)
+
+
+def product_of_heads(equation: str, x: Array, w_NOI: Array) -> Array:
+    """Summed in float32, and on CPU multiplied in it: its batches of products know no bfloat16."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dot = partial(jnp.einsum, equation, precision=precision, preferred_element_type=jnp.float32)
+
+    def wide(x: Array, w: Array) -> Array:
+        return dot(x.astype(jnp.float32), w.astype(jnp.float32))
+
+    return lax.platform_dependent(x, w_NOI, cpu=wide, default=dot)
 
 
 def embed_rows(table_VD: Matrix, ids: Array, dtype: DTypeLike) -> Array:

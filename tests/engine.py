@@ -107,12 +107,15 @@ def init_state(engine: Engine, slots: int, capacity: int, dtype: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("spec", "mesh"), donate_argnames="cache")
 def plant_nan(cache: Any, length_B: jax.Array, spec: Any, mesh: Mesh) -> Any:
-    """The cache with NaN, or some integer, wherever it is not filled."""
+    """The cache with NaN, or some integer, wherever it is not filled. Its positions may be split
+    over an axis of the mesh."""
+    split = spec[2] if len(spec) > 2 else ()
 
     def run(cache: Any, length_B: jax.Array) -> Any:
         def plant(x: jax.Array) -> jax.Array:
             junk = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else -113
-            stale_BS = jnp.arange(x.shape[2]) >= length_B[:, None]
+            first = jax.lax.axis_index(split) * x.shape[2]
+            stale_BS = first + jnp.arange(x.shape[2]) >= length_B[:, None]
             stale = stale_BS.reshape(x.shape[0], 1, -1, *(1,) * (x.ndim - 3))
             return jnp.where(stale, jnp.asarray(junk, x.dtype), x)
 

@@ -29,6 +29,7 @@ LENGTHS = (1, 2, 17, 40, 64)
 NEW = 12
 DISTINCT = 6  # tokens of a continuation at least: one that repeats itself tests little
 ATTEMPTS = 2000  # prompts of one length
+PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight")  # published in fp8
 MARGIN = 0.005  # between the best and the second best logit of a greedy step: far above float noise
 
 
@@ -40,6 +41,9 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # so that most choices are below zero
+                buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.3 - 1)
 
 
 def spell_as_on_the_hub(directory: Path) -> None:
@@ -83,7 +87,7 @@ def quantize_fp8(directory: Path, scales: torch.dtype) -> dict[str, torch.Tensor
     stored, meant = {}, {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         stored[name] = meant[name] = tensor
-        if name.endswith("_proj.weight"):
+        if name.endswith(PROJECTIONS):
             stored[name], stored[f"{name}_scale_inv"], meant[name] = fp8_blocks(tensor, scales)
     save_file(meant, directory / "model.safetensors", metadata={"format": "pt"})
     return stored
@@ -93,7 +97,7 @@ def write_fp8(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     file = directory / "config.json"
     config = json.loads(file.read_text())
-    kept = (n.removesuffix(".weight") for n in tensors if "_proj.weight" not in n)
+    kept = (n.removesuffix(".weight") for n in tensors if not n.endswith((*PROJECTIONS, "_inv")))
     config["quantization_config"] = dict(
         activation_scheme="dynamic",
         fmt="e4m3",
@@ -162,7 +166,11 @@ def write(directory: Path, variant: Variant) -> None:
         directory,
         dtype=torch.float32,
         attn_implementation="eager",
-        **({"experts_implementation": "eager"} if hasattr(variant.config, "num_experts") else {}),
+        **(
+            {"experts_implementation": "eager"}
+            if hasattr(variant.config, "num_experts_per_tok")
+            else {}
+        ),
     )
     rng = np.random.default_rng(variant.seed)
     golden = {}

@@ -209,7 +209,8 @@ def test_every_head_meets_rows_of_its_own_matrix(rows, storage, transpose):
     w = w[:, PART]
     x = np.random.default_rng(2).standard_normal((*rows, HEADS, w.shape[1 if transpose else 2]))
     product = functools.partial(headwise, rows=PART, transpose=transpose)
-    got = jax.jit(product)(jnp.asarray(x, jnp.float32), stored)
     want = np.einsum("btno,noi->btni" if transpose else "btni,noi->btno", x, w)
-    assert got.dtype == jnp.float32
-    assert_close(got, want, rtol=1e-5)
+    for dtype, rtol in ((jnp.float32, 1e-5), (jnp.bfloat16, 0.02)):
+        got = jax.jit(product)(jnp.asarray(x, dtype), stored)
+        assert got.dtype == dtype
+        assert_close(got, want, rtol=rtol)

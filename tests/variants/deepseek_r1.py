@@ -1,0 +1,153 @@
+"""DeepSeek V3, in float32, bf16 and fp8, with and without a bottleneck for the queries; and V2."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from variants import Variant, yarn_rope
+
+
+def deepseek(
+    hidden: int,
+    heads: int,
+    ranks: tuple[int | None, int],
+    widths: tuple[int, int, int],
+    ffn: tuple[int, int],
+    experts: tuple[int, int, int],
+    vocab: int,
+    layers: int,
+    *,
+    kind: Any = transformers.DeepseekV3Config,
+    deviation: float = 0.25,
+    **more: Any,
+) -> Any:
+    """`ranks` of queries and latents; `widths` of a head without rotation, with it, and of its
+    values; `experts`: their number, those of a token, the shared ones."""
+    q_rank, kv_rank = ranks
+    nope, rope, v = widths
+    routed, chosen, shared = experts
+    return kind(
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        q_lora_rank=q_rank,
+        kv_lora_rank=kv_rank,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=v,
+        intermediate_size=ffn[0],
+        moe_intermediate_size=ffn[1],
+        n_routed_experts=routed,
+        num_experts_per_tok=chosen,
+        n_shared_experts=shared,
+        vocab_size=vocab,
+        num_hidden_layers=layers,
+        first_k_dense_replace=1,
+        initializer_range=deviation,
+        max_position_embeddings=512,
+        **more,
+    )
+
+
+def as_on_the_hub(directory: Path) -> None:
+    """The settings that published files have and transformers 5 does not write, and without those
+    that it writes alone."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    for name in ("head_dim", "qk_head_dim", "rope_interleave"):
+        config.pop(name, None)
+    v2 = config["model_type"] == "deepseek_v2"
+    config |= dict(moe_layer_freq=1, ep_size=1, seq_aux=True, aux_loss_alpha=0.001)
+    config["scoring_func"] = "softmax" if v2 else "sigmoid"
+    config.setdefault("topk_method", "noaux_tc")
+    if config.get("rope_scaling"):
+        config["rope_scaling"]["type"] = config["rope_scaling"].pop("rope_type")
+    file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+VARIANTS = {
+    # All that V3 has, in sizes that no number of devices divides. YaRN's ramp is within the pairs.
+    "yarn": Variant(
+        1,
+        deepseek(
+            *(46, 9, (26, 20), (10, 12, 14), (34, 18), (24, 3, 1), 131, 3),
+            n_group=4,
+            topk_group=2,
+            norm_topk_prob=True,
+            routed_scaling_factor=0.6,
+            rms_norm_eps=1e-3,
+            rope_parameters=yarn_rope(
+                *(20.0, 4.0, 24), beta_fast=3.0, beta_slow=0.5, mscale=0.8, mscale_all_dim=0.5
+            ),
+        ),
+        shard="200KB",
+    ),
+    # Queries from x in one matrix, no groups, plain weights, no YaRN: the size that a laptop runs.
+    "small": Variant(
+        2,
+        deepseek(
+            *(38, 10, (None, 22), (8, 6, 16), (44, 14), (10, 4, 2), 97, 2),
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=False,
+            routed_scaling_factor=1.5,
+            rms_norm_eps=1e-4,
+            tie_word_embeddings=True,
+            rope_parameters=dict(rope_type="default", rope_theta=300.0),
+        ),
+        dtype=torch.bfloat16,
+        hub=True,
+        rewrite=as_on_the_hub,
+    ),
+    "v2": Variant(
+        3,
+        deepseek(
+            *(42, 6, (None, 18), (12, 8, 10), (30, 22), (12, 4, 2), 101, 2),
+            kind=transformers.DeepseekV2Config,
+            n_group=4,
+            topk_group=2,
+            topk_method="group_limited_greedy",
+            routed_scaling_factor=1.6,
+            rms_norm_eps=1e-5,
+            rope_parameters=yarn_rope(
+                *(50.0, 8.0, 16), beta_fast=4.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707
+            ),
+        ),
+        hub=True,
+        rewrite=as_on_the_hub,
+    ),
+    "v2_lite": Variant(
+        4,
+        deepseek(
+            *(36, 4, (None, 14), (6, 4, 8), (28, 12), (8, 2, 2), 89, 2),
+            kind=transformers.DeepseekV2Config,
+            topk_method="greedy",
+            rms_norm_eps=1e-6,
+            rope_parameters=dict(rope_type="default", rope_theta=900.0),
+        ),
+        dtype=torch.bfloat16,
+    ),
+    # Every matrix has partial blocks but those that two devices split.
+    "fp8": Variant(
+        5,
+        deepseek(
+            *(136, 16, (140, 100), (32, 16, 32), (164, 144), (4, 2, 1), 83, 2),
+            deviation=0.12,
+            n_group=2,
+            topk_group=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=0.7,
+            rms_norm_eps=1e-5,
+            rope_parameters=yarn_rope(
+                *(60.0, 2.0, 30), beta_fast=2.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
+            ),
+        ),
+        dtype=torch.bfloat16,
+        hub=True,
+        rewrite=as_on_the_hub,
+        fp8_scales=torch.float32,
+    ),
+}
