@@ -82,6 +82,11 @@ def parser(name: str) -> argparse.ArgumentParser:
         "--slots", type=int, metavar="N", help="prompts decoded together (default: up to 8)"
     )
     run.add_argument(
+        "--draft",
+        action="store_true",
+        help="decode up to two tokens a step with the layer that the files hold for it (DeepSeek)",
+    )
+    run.add_argument(
         "--json", action="store_true", help="one JSON record per prompt instead of text"
     )
     run.add_argument("--profile", metavar="DIR", help="write a profiler trace of the generation")

@@ -112,15 +112,18 @@ def fill(pattern: str, numbers: list[str]) -> str:
     return pattern.replace("*", "{}").format(*numbers)
 
 
-def targets_of(name: str, table: Table) -> list[Target] | None:
-    """What a stored tensor becomes: by its own name, by a row "prefix.**" that it begins with, or
-    by its name with `*` for numbers. None if the table does not know it."""
-    pattern = starred(name)[0]
+def targets_of(name: str, table: Table) -> tuple[list[Target], list[str]] | None:
+    """What a stored tensor becomes, and the numbers that stand for the `*` of its row: found by its
+    own name, by a row "prefix.**" that it begins with, by its name with `*` for all numbers but the
+    first, or for all. None if the table does not know it."""
+    pattern, numbers = starred(name)
     prefix = next((p for p in table if p.endswith(".**") and name.startswith(p[:-2])), None)
-    for key in (name, prefix, pattern):
+    one_layer = fill(pattern, [*numbers[:1], *"*" * len(numbers[1:])])
+    rows: Any = ((name, []), (prefix, []), (one_layer, numbers[1:]), (pattern, numbers))
+    for key, stars in rows:
         if key is not None and key in table:
             found = table[key]
-            return found if isinstance(found, list) else [found]
+            return found if isinstance(found, list) else [found], stars
     return None
 
 
@@ -131,12 +134,11 @@ def assign(
     found: dict[str, dict[int, StoredTensor]] = {path: {} for path in arrays}
     wrong: list[str] = []
     for name, tensor in tensors.items():
-        targets = targets_of(name, table)
-        for target in [""] if targets is None else targets:
+        targets, numbers = targets_of(name, table) or ([""], starred(name)[1])
+        for target in targets:
             if target is None or isinstance(target, Same):
                 continue
             pattern, transform = (target, None) if isinstance(target, str) else target
-            numbers = starred(name)[1]
             if transform is Axes.SPLIT:
                 *lead, a, b = tensor.shape
                 tensor = tensor._replace(shape=(*lead, a * b))
@@ -235,7 +237,7 @@ def repeats(tensors: Tensors, table: Table, sources: dict[str, Source]) -> list[
     """What is wrong with the stored tensors that should repeat another one, a line each."""
     wrong = []
     for name, tensor in tensors.items():
-        for target in targets_of(name, table) or []:
+        for target in (targets_of(name, table) or ([], []))[0]:
             if isinstance(target, Same):
                 original = sources[target.path].tensors[0]
                 if not same_bytes(tensor, original):

@@ -140,6 +140,8 @@ def summary(session: Session, load_s: float) -> str:
         steps = max(s.decode_steps, 1)
         share = experts_read(model.config, s.decode_tokens / steps)
         read = step_bytes(model.weights, session.state.cache, s.filled / steps, share)
+        if s.drafts:
+            parts.append(f"{100 * s.drafts_right / s.drafts:.0f}% of {s.drafts} drafts were right")
         reached = read * s.decode_steps / s.decode_s
         parts.append(
             f"{100 * reached / bandwidth:.0f}% of the {bandwidth / 1e9:.0f} GB/s read floor"
@@ -181,9 +183,16 @@ def write(text: str) -> None:
 
 
 @mistakes_on_one_line()
-def main(module: ModuleType, argv: Sequence[str] | None = None) -> None:
-    """Runs the command line of a model file: checks everything, then loads, then generates."""
+def main(
+    module: ModuleType, argv: Sequence[str] | None = None, drafting: ModuleType | None = None
+) -> None:
+    """Runs the command line of a model file: checks everything, then loads, then generates.
+    `drafting` is the module that takes its place with --draft."""
     args = parser(str(module.__package__)).parse_args(argv)
+    if args.draft:
+        if drafting is None:
+            raise ValueError(f"--draft: files of {module.__package__} hold no layer that drafts")
+        module = drafting
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     check_options(args)
     configure_jax(parse_mesh(args.mesh), not args.no_compile_cache, args.distributed)

@@ -66,6 +66,8 @@ class Stats:
     decode_steps: int = 0
     filled: float = 0.0  # share of the cache that was filled, summed over decode steps
     decode_tokens: int = 0
+    drafts: int = 0  # of a module that drafts: how many were verified, and how many held
+    drafts_right: int = 0
 
 
 @dataclass
@@ -244,13 +246,27 @@ def read_prompts(
 
 
 def step(session: Session) -> jax.Array:
-    """Dispatches one decode step of all slots: a copy of its tokens, as the next step takes the
-    state's own."""
-    model = session.model
+    """Dispatches one decode step of all slots. A copy of its tokens, as the next step takes the
+    state's own: [B, 1]; or [B, 2] where the module drafts, with -1 for a draft that was wrong."""
+    model, drafts = session.model, hasattr(session.state, "draft_B")
     static: Any = dict(config=model.config, mesh=model.mesh, implementation=session.implementation)
-    session.state = model.module.generate(model.weights, session.state, **static)
+    state = session.state
+    before = [jnp.copy(x) for x in (state.draft_B, state.length_B)] if drafts else []
+    session.state = model.module.generate(model.weights, state, **static)
     session.stats.decode_steps += 1
-    return jnp.copy(session.state.token_B)
+    if not drafts:
+        return jnp.copy(session.state.token_B)[:, None]
+    return drafted_tokens(*before, session.state.length_B, session.state.token_B)
+
+
+@jax.jit
+def drafted_tokens(
+    draft_B: jax.Array, length_B: jax.Array, new_length_B: jax.Array, token_B: jax.Array
+) -> jax.Array:
+    """The tokens by which slots grew, [B, 2]: the draft if it was right, and the newest."""
+    right_B = new_length_B == length_B + 2
+    first_B, second_B = jnp.where(right_B, draft_B, token_B), jnp.where(right_B, token_B, -1)
+    return jnp.stack([first_B, second_B], axis=1)
 
 
 @partial(jax.jit, static_argnames="sharding")
@@ -317,13 +333,18 @@ def serve(
                 if behind:
                     tokens = fetch(behind[0])
                     produced = [
-                        (slot, int(tokens[slot]))
+                        (slot, int(token))
                         for slot, i in behind[1].items()
+                        for token in tokens[slot]
                         if slot in running and running[slot].request == i
                     ]
-            stats.decode_tokens += len(produced)
+                    if tokens.shape[1] > 1:
+                        stats.drafts += len(produced) // 2
+                        stats.drafts_right += sum(token >= 0 for _, token in produced[1::2])
             for slot, token in produced:
-                yield book(slot, token)
+                if token >= 0 and slot in running:  # not after a stop token
+                    stats.decode_tokens += 1
+                    yield book(slot, token)
             if any(slot not in running for slot, _ in produced):
                 empty_others(session, running)
     finally:  # also when the caller stops early

@@ -174,6 +174,13 @@ class Step(NamedTuple):
     sin: Array
 
 
+class Queries(NamedTuple):
+    """Of own heads."""
+
+    nope: Array  # [B, T, N, H - R]
+    rope: Array  # rotated [B, T, N, R]
+
+
 def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
     """x / rms(x) in float32, then times the weight in the model's dtype."""
     x32 = x.astype(jnp.float32)
@@ -258,14 +265,13 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
     return lax.psum(x_BTD, MODEL)  # partial: own ids -> replicated
 
 
-def queries(x_BTD: Array, layer: Layer, step: Step, config: Config) -> tuple[Array, Array]:
-    """Of own heads, the parts without and with rotation: [B, T, N, H - R] and [B, T, N, R]."""
+def queries(x_BTD: Array, layer: Layer, step: Step, config: Config) -> Queries:
     if layer.wq_a is not None and layer.q_norm is not None:
         x_BTD = rms_norm(linear(x_BTD, layer.wq_a), layer.q_norm, INNER_EPS)
     nope = config.qk_nope_head_dim
     q_BTNH = linear(x_BTD, layer.wq)
     q_BTNH = q_BTNH.reshape(*x_BTD.shape[:2], -1, nope + config.qk_rope_head_dim)
-    return q_BTNH[..., :nope], rotate(q_BTNH[..., nope:], step)
+    return Queries(q_BTNH[..., :nope], rotate(q_BTNH[..., nope:], step))
 
 
 def latents(x_BTD: Array, layer: Layer, step: Step, config: Config) -> Array:
@@ -283,29 +289,22 @@ def attention(
     heads [B, T, D], and the cache. Few queries attend to the latents as they are (absorbed), many
     to keys and values made of them (expanded): the same numbers. Scores and softmax are float32."""
     B, T, _ = x_BTD.shape
-    q_nope, q_rope = queries(x_BTD, layer, step, config)
+    q = queries(x_BTD, layer, step, config)
     cache = append_latent(cache, latents(x_BTD, layer, step, config), step.end_B - T)
     attend = absorbed if T <= FEW_QUERIES else expanded
-    o_BTNH = attend(q_nope, q_rope, layer, cache, step, config, implementation)
+    o_BTNH = attend(q, layer, cache, step, config, implementation)
     return linear(o_BTNH.reshape(B, T, -1), layer.wo), cache
 
 
 def absorbed(
-    q_nope: Array,
-    q_rope: Array,
-    layer: Layer,
-    cache: RowCache,
-    step: Step,
-    config: Config,
-    implementation: Impl,
+    q: Queries, layer: Layer, cache: RowCache, step: Step, config: Config, implementation: Impl
 ) -> Array:
     """W_k goes to the query and W_v to the result: attention with C + R numbers in the place of
     keys, of which the first C are the values too. [B, T, N, v_head_dim]."""
-    k_rows = slice(0, config.qk_nope_head_dim)
-    v_rows = slice(config.qk_nope_head_dim, None)
-    q_latent = headwise(q_nope, layer.wkv, k_rows, transpose=True)
+    k_rows, v_rows = slice(config.qk_nope_head_dim), slice(config.qk_nope_head_dim, None)
+    q_latent = headwise(q.nope, layer.wkv, k_rows, transpose=True)
     o_BTNC = attend_latent(
-        jnp.concatenate([q_latent, q_rope], axis=-1),
+        jnp.concatenate([q_latent, q.rope], axis=-1),
         cache,
         step.end_B,
         v_dim=config.kv_lora_rank,
@@ -316,24 +315,18 @@ def absorbed(
 
 
 def expanded(
-    q_nope: Array,
-    q_rope: Array,
-    layer: Layer,
-    cache: RowCache,
-    step: Step,
-    config: Config,
-    implementation: Impl,
+    q: Queries, layer: Layer, cache: RowCache, step: Step, config: Config, implementation: Impl
 ) -> Array:
     """Every device makes the keys and values of its own heads of all positions of the cache, which
     the devices of `tensor` gather. [B, T, N, v_head_dim]."""
     C, nope = config.kv_lora_rank, config.qk_nope_head_dim
-    rows_BSC = latent_rows(cache, q_nope.dtype)  # own positions -> all
+    rows_BSC = latent_rows(cache, q.nope.dtype)  # own positions -> all
     B, S, _ = rows_BSC.shape
     kv_BNSH = linear(rows_BSC[..., :C], layer.wkv)
     kv_BNSH = kv_BNSH.reshape(B, S, -1, nope + config.v_head_dim).swapaxes(1, 2)
-    k_rope = jnp.broadcast_to(rows_BSC[:, None, :, C:], (B, kv_BNSH.shape[1], S, q_rope.shape[-1]))
+    k_rope = jnp.broadcast_to(rows_BSC[:, None, :, C:], (B, kv_BNSH.shape[1], S, q.rope.shape[-1]))
     return prefill_attention(
-        jnp.concatenate([q_nope, q_rope], axis=-1),
+        jnp.concatenate(q, axis=-1),
         jnp.concatenate([kv_BNSH[..., :nope], k_rope], axis=-1),
         kv_BNSH[..., nope:],
         step.end_B,
@@ -411,6 +404,33 @@ def block(
     return x_BTD, cache
 
 
+def hidden(
+    weights: Weights,
+    cache: tuple[RowCache, ...],
+    tokens_BT: Array,
+    end_B: Array,
+    config: Config,
+    implementation: Impl,
+) -> tuple[Array, tuple[RowCache, ...]]:
+    """What the last layer gives, normalised [B, T, D]; and the cache with the tokens appended."""
+    step = Step(end_B, *rotary(positions(tokens_BT, end_B), config))
+    x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
+    for layer, layer_cache in zip(weights.layers, cache, strict=True):
+        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config, implementation)
+        caches.append(layer_cache)
+    return rms_norm(x_BTD, weights.norm, config.rms_norm_eps), tuple(caches)
+
+
+def positions(tokens_BT: Array, end_B: Array) -> Array:
+    T = tokens_BT.shape[1]
+    return end_B[:, None] - T + jnp.arange(T)
+
+
+def logits(x: Array, weights: Weights) -> Array:
+    """float32 logits [.., V] of the device's part of the vocabulary."""
+    return linear(x, weights.embed if weights.head is None else weights.head, jnp.float32)
+
+
 def forward(
     weights: Weights,
     cache: tuple[RowCache, ...],
@@ -427,17 +447,8 @@ def forward(
     at index last_B of each slot; and the cache with the tokens appended. Differentiable with
     implementation="reference", as tools/train_embedded.py does it.
     """
-    T = tokens_BT.shape[1]
-    position_BT = end_B[:, None] - T + jnp.arange(T)
-    step = Step(end_B, *rotary(position_BT, config))
-    x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
-    for layer, layer_cache in zip(weights.layers, cache, strict=True):
-        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config, implementation)
-        caches.append(layer_cache)
-    x = x_BTD if last_B is None else x_BTD[jnp.arange(len(last_B)), last_B]
-    x = rms_norm(x, weights.norm, config.rms_norm_eps)
-    head = weights.embed if weights.head is None else weights.head
-    return linear(x, head, jnp.float32), tuple(caches)
+    x, cache = hidden(weights, cache, tokens_BT, end_B, config, implementation)
+    return logits(x if last_B is None else x[jnp.arange(len(last_B)), last_B], weights), cache
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
@@ -610,6 +621,12 @@ def init_state(
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Stored name -> the weight that it becomes. Same: must equal that weight, and is dropped.
     None: dropped. Any other name: ValueError."""
+    table = plain_table(config)
+    return fp8_table(table, PROJECTIONS, shards) if config.fp8 else table
+
+
+def plain_table(config: Config) -> Table:
+    """The same, but for fp8."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",
@@ -639,4 +656,4 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     layers = config.num_hidden_layers
     for i in range(layers, layers + config.num_nextn_predict_layers):
         table[f"model.layers.{i}.**"] = None  # layers that draft tokens
-    return fp8_table(table, PROJECTIONS, shards) if config.fp8 else table
+    return table

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.modeling_layers import MtpModel
 from variants import Variant
 
 TESTS = Path(__file__).parent
@@ -87,7 +88,7 @@ def quantize_fp8(directory: Path, scales: torch.dtype) -> dict[str, torch.Tensor
     stored, meant = {}, {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         stored[name] = meant[name] = tensor
-        if name.endswith(PROJECTIONS):
+        if name.endswith(PROJECTIONS) and "eh_proj" not in name:
             stored[name], stored[f"{name}_scale_inv"], meant[name] = fp8_blocks(tensor, scales)
     save_file(meant, directory / "model.safetensors", metadata={"format": "pt"})
     return stored
@@ -132,6 +133,65 @@ def store_in_mxfp4(directory: Path, seed: int) -> None:
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+# The last norm of a layer that drafts, in transformers' names and the published ones.
+MTP_NAMES = {"post_norm.weight": "shared_head.norm.weight"}
+
+
+def mtp_parts(name: str, experts: int) -> list[list[str]]:
+    """The published names of what transformers keeps as one parameter: of each expert, a list."""
+    name = MTP_NAMES.get(name, name.removeprefix("mtp_block."))
+    if not name.startswith("mlp.experts."):
+        return [[name]]
+    kinds = ("gate", "up") if "gate_up" in name else ("down",)
+    return [[f"mlp.experts.{i}.{kind}_proj.weight" for kind in kinds] for i in range(experts)]
+
+
+def add_mtp(directory: Path, model: Any, seed: int) -> None:
+    """Adds a random layer that drafts to the files, under its published names."""
+    layer, tensors = MtpModel(model, 1).layers[0].float(), {}
+    deviation, generator = model.config.initializer_range, torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, deviation, generator=generator)
+        else:
+            parameter.fill_(1)
+    randomize(layer, seed)
+    at = f"model.layers.{model.config.num_hidden_layers}."
+    for name, x in layer.state_dict().items():
+        parts = mtp_parts(name, model.config.n_routed_experts)
+        for names, w in zip(parts, x if len(parts) > 1 else [x], strict=True):
+            for part, w_part in zip(names, w.chunk(len(names)), strict=True):
+                dtype = torch.float32 if "correction_bias" in part else model.dtype
+                tensors[f"{at}{part}"] = w_part.to(dtype).contiguous()
+    stored = load_file(file := directory / "model.safetensors")
+    tensors[f"{at}embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+    tensors[f"{at}shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    save_file(stored | tensors, file, metadata={"format": "pt"})
+
+
+def read_mtp(directory: Path, model: Any) -> Any:
+    """That layer as a model of transformers, in float32."""
+    mtp, tensors = MtpModel(model, 1), load_file(directory / "model.safetensors")
+    at, layer = f"model.layers.{model.config.num_hidden_layers}.", mtp.layers[0].float()
+
+    def tensor(name: str) -> torch.Tensor:
+        parts = mtp_parts(name, model.config.n_routed_experts)
+        each = [torch.cat([tensors[f"{at}{part}"].float() for part in names]) for names in parts]
+        return torch.stack(each) if len(each) > 1 else each[0]
+
+    layer.load_state_dict({name: tensor(name) for name in layer.state_dict()})
+    return mtp.eval()
+
+
+def drafted(model: Any, mtp: Any, tokens: np.ndarray) -> np.ndarray:
+    """The draft logits at each token but the last, which know the token after it: [n - 1, V]."""
+    ids = torch.tensor(tokens)[None]
+    hidden = model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
+    at = torch.arange(1, len(tokens))[None]
+    x = mtp.forward_layer(0, hidden, at, None, input_ids=ids[:, 1:])
+    return mtp._project_to_logits(x)[0].numpy()
+
+
 def greedy(model: Any, tokens: np.ndarray) -> np.ndarray | None:
     """By full forward passes, without a cache; None if a near tie makes the answer a matter of
     rounding, or if it repeats too few tokens."""
@@ -151,12 +211,18 @@ def write(directory: Path, variant: Variant) -> None:
     torch.manual_seed(variant.seed)
     model = transformers.AutoModelForCausalLM.from_config(variant.config)
     randomize(model, variant.seed)
+    biases = {n: x.clone() for n, x in model.named_buffers() if n.endswith("correction_bias")}
     model.to(variant.dtype).save_pretrained(directory, max_shard_size=variant.shard)
+    if biases and variant.dtype != torch.float32:  # published in float32 whatever the others are
+        file = directory / "model.safetensors"
+        save_file(load_file(file) | biases, file, metadata={"format": "pt"})
     (directory / "generation_config.json").unlink()
     if variant.hub:
         spell_as_on_the_hub(directory)
     if variant.rewrite:
         variant.rewrite(directory)
+    if variant.mtp:
+        add_mtp(directory, model, variant.seed)
     fp8 = quantize_fp8(directory, variant.fp8_scales) if variant.fp8_scales else None
     if variant.mxfp4:
         store_in_mxfp4(directory, variant.seed)
@@ -172,6 +238,7 @@ def write(directory: Path, variant: Variant) -> None:
             else {}
         ),
     )
+    mtp = read_mtp(directory, model) if variant.mtp else None
     rng = np.random.default_rng(variant.seed)
     golden = {}
     for n in LENGTHS:
@@ -184,6 +251,8 @@ def write(directory: Path, variant: Variant) -> None:
         golden[f"tokens_{n}"] = tokens.astype(np.int32)
         golden[f"logits_{n}"] = model(torch.tensor(tokens)[None]).logits[0].numpy()
         golden[f"greedy_{n}"] = continuation
+        if mtp is not None and n > 1:
+            golden[f"drafts_{n}"] = drafted(model, mtp, tokens)
     if fp8 is not None:
         write_fp8(directory, fp8)
     np.savez_compressed(directory / "golden.npz", **golden)

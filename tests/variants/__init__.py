@@ -22,6 +22,7 @@ class Variant(NamedTuple):
     rewrite: Callable[[Path], None] | None = None  # into another layout that is published
     fp8_scales: torch.dtype | None = None  # the projections are stored in fp8, with such scales
     mxfp4: bool = False  # experts in 4 bits
+    mtp: bool = False  # with a layer that drafts tokens
 
 
 def yarn_rope(theta: float, factor: float, original: int, **more: Any) -> dict[str, Any]:

@@ -149,5 +149,6 @@ VARIANTS = {
         hub=True,
         rewrite=as_on_the_hub,
         fp8_scales=torch.float32,
+        mtp=True,
     ),
 }
