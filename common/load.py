@@ -20,7 +20,7 @@ from common.files import read_json
 from common.hub import locate
 from common.quant import INT8, TRANSPOSED, Storage
 from common.random_weights import random_weights
-from common.sharding import make_mesh, model_shards
+from common.sharding import Shards, make_mesh, model_shards
 from common.stored import open_tensors
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.weights import check_divides
@@ -68,16 +68,15 @@ def open_model(
       ckpt: a directory or a hub id; the model that the family's folder ships unless given. With
         `random` also a lone config.json, or the name of a published size.
       revision: branch, tag or commit of a hub repository.
-      mesh: see `make_mesh`; all devices on `tensor`, up to the number of heads, unless given.
+      mesh: see `make_mesh`; all devices on `tensor`, or as many as the model can be split over,
+        unless given.
       dtype: float32 or bfloat16; that of the checkpoint unless given.
       quant: "int8" keeps the matrices in 8 bits, quantised as they are read.
       random: random weights in place of stored ones.
     """
     hf, directory = read_shape(module, ckpt, revision, random)
     config = module.config_from_hf(hf)
-    if mesh is None:
-        devices = jax.devices()
-        mesh = make_mesh(tensor=min(len(devices), config.num_attention_heads), devices=devices)
+    mesh = widest_mesh(module, config) if mesh is None else mesh
     shards = model_shards(mesh)
     check_divides(module.weight_layout(config, shards), shards)
     stored = hf.get("torch_dtype") or hf.get("dtype") or stored_dtype(directory, random)
@@ -92,6 +91,19 @@ def open_model(
     if quant == "int8":
         return opened._replace(storage=INT8)
     return opened._replace(storage=TRANSPOSED if opened.on_cpu and kind == jnp.float32 else None)
+
+
+def widest_mesh(module: ModuleType, config: Any) -> Mesh:
+    """As many devices on `tensor` as the model can be split over: no more than it has heads, and
+    none with a part of an fp8 block."""
+    devices = jax.devices()
+    for n in range(min(len(devices), config.num_attention_heads), 1, -1):
+        try:
+            check_divides(module.weight_layout(config, Shards(tensor=n)), Shards(tensor=n))
+        except ValueError:
+            continue
+        return make_mesh(tensor=n, devices=devices)
+    return make_mesh(devices=devices)
 
 
 def read_weights(model: Model, progress: Progress | None = None, seed: int = 0) -> Model:

@@ -1,6 +1,7 @@
 """The logits of every token, where generation wants the last one's alone: for perplexity, training
 and tests."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,18 +23,20 @@ def logits(
     config: Any,
     mesh: Mesh,
     implementation: Impl = None,
-) -> tuple[jax.Array, Any]:
-    """A model file's `forward` on a mesh: float32 logits [B, T, vocab_size], and the cache.
+    forward: Callable[..., Any] | None = None,
+) -> tuple[Any, Any]:
+    """A model file's `forward`, or another function of its arguments, on a mesh: float32 logits [B,
+    T, vocab_size], and the cache.
 
     Differentiable where implementation="reference".
     """
     specs, cache_spec = specs_like(weights, model.weight_layout(config)), model.STATE_SPEC.cache
     run = jax.shard_map(
-        partial(model.forward, config=config, implementation=implementation),
+        partial(forward or model.forward, config=config, implementation=implementation),
         mesh=mesh,
         in_specs=(specs, cache_spec, P(DATA), P(DATA)),
         out_specs=(P(DATA, None, MODEL), cache_spec),
         check_vma=implementation in KERNEL_FREE,
     )
     logits_BTV, cache = run(weights, cache, tokens_BT, end_B)
-    return logits_BTV[..., : config.vocab_size], cache
+    return jax.tree.map(lambda x: x[..., : config.vocab_size], logits_BTV), cache

@@ -1,7 +1,8 @@
 """Text to token ids and back: tokenizer files, the checkpoint's own chat template, streamed text.
 
-A checkpoint directory holds `tokenizer.json` (or GPT-2's `vocab.json` and `merges.txt`) and, beside
-it, JSON files that name the special tokens, the stop ids and the chat template.
+A checkpoint directory holds `tokenizer.json` (or GPT-2's `vocab.json` and `merges.txt`, or Kimi's
+`tiktoken.model`) and, beside it, JSON files that name the special tokens, the stop ids and the chat
+template.
 """
 
 import json
@@ -21,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from common.files import read_json_if_there, read_text
+from common.tiktoken import load_tiktoken
 
 
 class Tokenizer(NamedTuple):
@@ -46,7 +48,7 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
         if key.endswith("_token")
     }
     special_tokens = {key: text for key, text in names.items() if isinstance(text, str)}
-    backend = _load_backend(directory, config.get("tokenizer_class"), special_tokens)
+    backend = _load_backend(directory, config, special_tokens)
     # Limits of a training run, saved with the tokenizer, would silently cut prompts.
     backend.no_truncation()
     backend.no_padding()
@@ -82,9 +84,12 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
 
 
 def _load_backend(
-    directory: Path, family: str | None, special_tokens: Mapping[str, str]
+    directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> tokenizers.Tokenizer:
+    family, ranks = config.get("tokenizer_class"), directory / "tiktoken.model"
     whole, vocab, merges = (directory / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
+    if ranks.exists() and not whole.exists():
+        return load_tiktoken(ranks, config.get("added_tokens_decoder") or {})
     if not whole.exists() and not (vocab.exists() and merges.exists()):
         raise FileNotFoundError(
             f"{directory}: no tokenizer.json (nor vocab.json with merges.txt); "

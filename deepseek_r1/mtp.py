@@ -106,20 +106,20 @@ def forward(
     return logits, (*own, cache[-1])
 
 
-def drafted_logits(
+def both_logits(
     weights: Weights,
     cache: tuple[RowCache, ...],
     tokens_BT: Array,
     end_B: Array,
     config: Config,
     implementation: Impl = None,
-) -> tuple[Array, tuple[RowCache, ...]]:
-    """Of T + 1 tokens, the draft logits [B, T, V] at all but the last, each of which knows the
-    token after it: for training and tests. Inside `shard_map`, end_B counting T tokens."""
+) -> tuple[tuple[Array, Array], tuple[RowCache, ...]]:
+    """Of T + 1 tokens, the logits and the draft logits [B, T, V] at all but the last, each of which
+    knows the token after it: for training and tests. Inside `shard_map`; end_B counts T tokens."""
     main = without_mtp(weights)
     x_BTD, own = model.hidden(main, cache[:-1], tokens_BT[:, :-1], end_B, config, implementation)
     y_BTD, last = draft(x_BTD, tokens_BT[:, 1:], weights, cache[-1], end_B, config, implementation)
-    return model.logits(y_BTD, main), (*own, last)
+    return (model.logits(x_BTD, main), model.logits(y_BTD, main)), (*own, last)
 
 
 def append(

@@ -255,6 +255,8 @@ def write(directory: Path, variant: Variant) -> None:
             golden[f"drafts_{n}"] = drafted(model, mtp, tokens)
     if fp8 is not None:
         write_fp8(directory, fp8)
+    if variant.finish:
+        variant.finish(directory)
     np.savez_compressed(directory / "golden.npz", **golden)
     logits = golden[f"logits_{LENGTHS[-1]}"]
     size = sum(f.stat().st_size for f in directory.iterdir())

@@ -167,10 +167,10 @@ def test_draft_logits_equal_those_of_transformers(axes):
     config, mesh = opened.config, opened.mesh
     specs = specs_like(opened.weights, mtp.weight_layout(config))
     run = jax.shard_map(
-        functools.partial(mtp.drafted_logits, config=config),
+        functools.partial(mtp.both_logits, config=config),
         mesh=mesh,
         in_specs=(specs, mtp.STATE_SPEC.cache, P(DATA), P(DATA)),
-        out_specs=(P(DATA, None, MODEL), mtp.STATE_SPEC.cache),
+        out_specs=((P(DATA, None, MODEL),) * 2, mtp.STATE_SPEC.cache),
         check_vma=False,
     )
     shards = Shards(tensor=mesh.shape["tensor"])
@@ -178,7 +178,7 @@ def test_draft_logits_equal_those_of_transformers(axes):
         for n in (2, 17, 64):
             cache = mtp.init_state(config, 1, 64, jnp.float32, shards).cache
             tokens_BT, end_B = jnp.asarray(golden[f"tokens_{n}"])[None], jnp.array([n - 1])
-            logits, _ = jax.jit(run)(opened.weights, cache, tokens_BT, end_B)
+            (_, logits), _ = jax.jit(run)(opened.weights, cache, tokens_BT, end_B)
             assert_close(logits[0, :, : config.vocab_size], golden[f"drafts_{n}"], atol=ATOL)
 
 

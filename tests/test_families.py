@@ -46,6 +46,7 @@ FAMILIES = {
     "deepseek_r1": Family(("yarn", "v2"), 0.11, 0.135, 0.09, 0.15),
     "gpt2": Family(("prefixed", "hub"), 0.013, 0.028, 0.006, 0.030, atol=3e-5),
     "gpt_oss": Family(("plain", "mxfp4"), 0.06, 0.11, 0.033, 0.12),
+    "kimi_k2": Family(("yarn", "plain"), 0.11, 0.135, 0.09, 0.15),
     "llama3": Family(("scaled", "tied"), 0.045, 0.105, 0.028, 0.115),
     "qwen3": Family(("yarn", "moe"), 0.045, 0.09, 0.02, 0.095),
 }

