@@ -192,7 +192,7 @@ def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndar
     """YaRN, arXiv 2309.00071: pairs with more than beta_fast rotations in the original context keep
     their frequency, those with fewer than beta_slow get 1 / factor of it, and a ramp lies between.
     """
-    R = 2 * len(frequency)
+    R = 2 * len(frequency)  # numbers of a head that are rotated
 
     def pair(rotations: float) -> float:
         """The index of the pair that makes `rotations` in the original context; not whole."""
@@ -552,12 +552,14 @@ STATE_SPEC = DecodeState(
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight: as published, or padded with zeros so that every split
-    dimension divides (in fp8, into whole blocks; `sample` never draws a padded id). Experts must
-    divide as they are."""
-    c, n, fp8 = config, shards.model, Fp8 if config.fp8 else None
-    N = len(split_heads(c.num_attention_heads, c.num_attention_heads, n).query)
+    dimension divides (in fp8, into whole blocks, whole heads together; `sample` never draws a
+    padded id). Experts must divide as they are."""
+    c, n, fp8, Hv = config, shards.model, Fp8 if config.fp8 else None, config.v_head_dim
     D, E, V = c.hidden_size, c.n_routed_experts, round_up(c.vocab_size, n)
-    Q, C, R = c.q_lora_rank, c.kv_lora_rank, c.qk_rope_head_dim
+    Q, C, R, nope = c.q_lora_rank, c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim
+    N = len(split_heads(c.num_attention_heads, c.num_attention_heads, n).query)
+    while fp8 and n > 1 and any(N // n * x % FP8_BLOCK for x in (nope + R, nope + Hv, Hv)):
+        N += n
     whole, out, into = P(None, None), P(MODEL, None), P(None, MODEL)  # split by output, or by input
 
     def width(F: int, parts: int) -> int:
@@ -585,11 +587,11 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
         attn_norm=norm(D),
         wq_a=matrix((Q, D), whole, fp8) if Q else None,
         q_norm=norm(Q) if Q else None,
-        wq=matrix((N * (c.qk_nope_head_dim + R), Q or D), out, fp8),
+        wq=matrix((N * (nope + R), Q or D), out, fp8),
         wkv_a=matrix((C + R, D), whole, fp8),
         kv_norm=norm(C),
-        wkv=heads((N * (c.qk_nope_head_dim + c.v_head_dim), C), out, fp8),
-        wo=matrix((D, N * c.v_head_dim), into, fp8),
+        wkv=heads((N * (nope + Hv), C), out, fp8),
+        wo=matrix((D, N * Hv), into, fp8),
         mlp_norm=norm(D),
         mlp=moe,
     )

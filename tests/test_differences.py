@@ -17,7 +17,7 @@ FILES = (differences.BASE, *differences.FAMILIES)
 # What says how a model is built, and therefore differs between any two.
 ARCHITECTURE = {
     *("Config", "config_from_hf", "Layer", "Weights", "weight_layout", "Moe"),
-    *("attention", "mlp", "route", "experts", "block", "checkpoint_table"),
+    *("attention", "mlp", "route", "experts", "block", "checkpoint_table", "plain_table"),
 }
 # Helpers of one name and task that two families still write differently, and why.
 INTENDED = {
@@ -29,6 +29,21 @@ INTENDED = {
     ("DecodeState", "gpt2"): "its keys are not rotated",
     ("init_state", "gpt2"): "as many key/value heads as query heads",
 }
+LATENT = {
+    "DecodeState": "caches latents",
+    "STATE_SPEC": "splits the positions of a cache",
+    "PROJECTIONS": "has matrices of its own",
+    "Step": "rotates a part of a head",
+    "Yarn": "scales by mscale",
+    "attention_factor": "scales by mscale",
+    "forward": "is in two parts, for the layer that drafts",
+    "init_state": "caches latents",
+    "moe": "has shared experts",
+    "rope_frequencies": "rotates a part of a head",
+    "rotary": "rotates a part of a head",
+    "rotate": "rotates neighbours",
+}
+INTENDED |= {(n, family): LATENT[n] for family in ("deepseek_r1", "kimi_k2") for n in LATENT}
 
 
 @pytest.mark.parametrize("a, b", list(itertools.combinations(FILES, 2)))

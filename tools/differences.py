@@ -16,15 +16,16 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "differences.md"
 BASE = "llama3"
-FAMILIES = re.findall(rf"^## {BASE} → (\w+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+NEARER = {"kimi_k2": "deepseek_r1"}  # families that are compared with another than llama3
+FAMILIES = re.findall(r"^## \w+ → (\w+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 HEAD = """# From llama3 to the others
 
 Every model file has the same order and the same names, and what has the same name and the same
 task has the same body, so the difference between two files is the difference between two
 architectures. This page is made from the files by `python tools/differences.py`, and a test says
-when it is out of date: per family the definitions that are llama3's own, letter by letter; those
-that are new, with a link; and the changes to the rest.
+when it is out of date: per family the definitions that are llama3's own, letter by letter (for
+Kimi K2 those of DeepSeek R1); those that are new, with a link; and the changes to the rest.
 """
 
 
@@ -60,14 +61,15 @@ def change(before: str, after: str) -> str:
 
 
 def section(family: str) -> str:
-    base, own = definitions(BASE), definitions(family)
+    nearest = NEARER.get(family, BASE)
+    base, own = definitions(nearest), definitions(family)
     same = [name for name in own if name in base and own[name].source == base[name].source]
     changed = [name for name in own if name in base and name not in same]
-    parts = [f"## {BASE} → {family}"]
+    parts = [f"## {nearest} → {family}"]
     parts.append("**The same**: " + ", ".join(f"`{name}`" for name in same) + ".")
     new = ", ".join(link(family, name, own[name]) for name in own if name not in base)
     parts.append(f"**New**: {new}." if new else "**New**: nothing.")
-    gone = ", ".join(link(BASE, name, base[name]) for name in base if name not in own)
+    gone = ", ".join(link(nearest, name, base[name]) for name in base if name not in own)
     parts.append(f"**Not needed**: {gone}." if gone else "**Not needed**: nothing.")
     parts.append("**Changed**:")
     for name in changed:
