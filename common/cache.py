@@ -16,7 +16,7 @@ from common.kernels.dispatch import Impl
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.visible import first_seen
 from common.quant import quantize_rows
-from common.sharding import DATA, TENSOR, P
+from common.sharding import DATA, TENSOR, P, round_up
 
 Array = jax.Array
 
@@ -42,7 +42,7 @@ class RowCache(NamedTuple):
     XLA stores such an array transposed, and then writes a token by a loop over the slots.
     """
 
-    rows: Array  # [B, K, S, 2 * H], or [B, 1, S, C] of a latent cache
+    rows: Array  # [B, K, S, 2 * H], or [B, 1, S, C and zeros] of a latent cache
     k_scale: Array | None  # float32 [B, K, S] of int8 rows
     v_scale: Array | None  # None in a latent cache: that of the keys
 
@@ -61,8 +61,10 @@ def empty_cache(shape_BKSH: tuple[int, int, int, int], dtype: DTypeLike) -> Laye
 
 
 def empty_latent(shape_BSC: tuple[int, int, int], dtype: DTypeLike) -> RowCache:
-    """One layer's latent vectors, which all heads share."""
+    """One layer's latent vectors of C numbers, which all heads share, in rows of the next multiple
+    of 128, which is what they take on a TPU anyway: see `RowCache`."""
     B, S, C = shape_BSC
+    C = round_up(C, LANES)
     scale = jnp.zeros((B, 1, S), jnp.float32) if dtype == jnp.int8 else None
     return RowCache(jnp.zeros((B, 1, S, C), dtype), scale, None)
 
@@ -89,10 +91,16 @@ def append_latent(cache: RowCache, latent_BTC: Array, start_B: Array) -> RowCach
     """Writes the latent vectors of T tokens. The positions are split over `tensor`: each device
     keeps those of its own part."""
     start_B = start_B - lax.axis_index(TENSOR) * cache.rows.shape[2]
-    rows, scale = stored(latent_BTC[:, :, None], cache.k_scale)
+    rows, scale = stored(widened(latent_BTC, cache)[:, :, None], cache.k_scale)
     return cache._replace(
         rows=write(cache.rows, rows, start_B), k_scale=write_scale(cache.k_scale, scale, start_B)
     )
+
+
+def widened(x: Array, cache: RowCache) -> Array:
+    """[.., C] with zeros behind, as wide as a row of the cache."""
+    extra = cache.rows.shape[-1] - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)])
 
 
 def stored(x_BTKH: Array, scale: Array | None) -> tuple[Array, Array | None]:
@@ -221,7 +229,7 @@ def attend_latent(
     first = lax.axis_index(TENSOR) * cache.rows.shape[2]  # position on this device
     q_BTNC = lax.all_gather(q_BTNC, TENSOR, axis=2, tiled=True)  # own heads -> of the group
     o_BTNC, lse_BTN = ragged_decode_attention(
-        q_BTNC,
+        widened(q_BTNC, cache),
         cache.rows,
         None,
         end_B - first,
@@ -240,7 +248,7 @@ def attend_latent(
 
 
 def latent_rows(cache: RowCache, dtype: DTypeLike) -> Array:
-    """The latent vectors of all positions, which the devices of a `tensor` group gather: [B, S, C],
+    """The rows of all positions, which the devices of a `tensor` group gather: [B, S, C and zeros],
     anything at positions that are not filled."""
     rows = lax.all_gather(cache.rows[:, 0], TENSOR, axis=1, tiled=True)  # own positions -> all
     if cache.k_scale is None:

@@ -16,7 +16,7 @@ import mmap
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import numpy as np
@@ -310,9 +310,17 @@ def read_tensor(
         spans(n, m, p, order if order is not None and order.axis == axis else None)
         for axis, (n, m, p) in enumerate(zip(tensor.shape, padded, part, strict=True))
     )
-    row_bytes = math.prod(tensor.shape[1:]) * DTYPES[tensor.dtype].itemsize
+    dtype = DTYPES[tensor.dtype]
+    row_bytes = math.prod(tensor.shape[1:]) * dtype.itemsize
+    is_whole = columns == [[Span(0, 0, n)] for n in tensor.shape[1:]]
+    same_rows = (out.shape[1:], out.dtype) == (tensor.shape[1:], dtype)
+    if is_whole and same_rows and out.flags.c_contiguous:  # straight into their place
+        with open(tensor.file, "rb", buffering=0) as f:
+            for to, start, length in rows:
+                read_into(f, tensor.offset + start * row_bytes, out[to : to + length])
+        return
     step = max(1, READ_BYTES // row_bytes)
-    scratch = np.empty((step, *tensor.shape[1:]), DTYPES[tensor.dtype])
+    scratch = np.empty((step, *tensor.shape[1:]), dtype)
     with open(tensor.file, "rb") as f:
         for to, start, length in rows:
             for i in range(0, length, step):
@@ -325,10 +333,13 @@ def read_tensor(
                     into[:, *there] = chunk[:, *here]
 
 
-def read_into(file: BinaryIO, offset: int, out: np.ndarray) -> None:
+def read_into(file: Any, offset: int, out: np.ndarray) -> None:
     file.seek(offset)
-    if file.readinto(out.view(np.uint8)) != out.nbytes:  # type: ignore[attr-defined]
-        raise ValueError(f"{file.name} became shorter while it was read")
+    buffer = out.reshape(-1).view(np.uint8).data
+    while buffer.nbytes:  # one call reads 2 GB at most
+        if not (count := file.readinto(buffer)):
+            raise ValueError(f"{file.name} became shorter while it was read")
+        buffer = buffer[count:]
 
 
 def zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -337,6 +348,8 @@ def zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     Shards on the heap leave holes that later arrays half fill: an int8 model took a fifth more.
     """
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)  # private
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # to fill pages of 4 KB takes longer than to read the file
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype, math.prod(shape)).reshape(shape)
 
 

@@ -17,7 +17,7 @@ Dimensions: B batch or slots, T query tokens, M = B * T, S cache positions, D mo
 of the queries, C rank of the latents, R rotated numbers of a head, H = those before them + R, F MLP
 width, E experts, X experts of a token, V vocabulary. Inside `shard_map` N, F,
 E and V are what one device holds (the router knows all E), B is its slots, and S in a cache its
-positions.
+positions; W is C + R, rounded up to a multiple of 128.
 
 Devices form a mesh of three axes. Slots are split over `data`. Heads, dense and shared MLPs and
 vocabulary are split over MODEL, the axes `expert` and `tensor` together; experts over `expert`, and
@@ -29,7 +29,7 @@ queries out of x is whole on every device. One step of a device sends, over MODE
     all-reduce [3, B]      35 times at most, of 4 bytes, to draw where a slot has a temperature
 
 and over `tensor`, if that is more than 1, in each layer: to decode, the queries [B, T, N, C + R],
-float32 [B, T, N] and what attention made of them [B, T, N, C]; to prefill, the cache [B, S, C + R].
+float32 [B, T, N] and what attention made of them [B, T, N, C]; to prefill, the cache [B, S, W].
 
 Layers are a tuple and a Python loop: `lax.scan` over stacked layers would copy the weights of each
 layer, on CPU always and on TPU where a kernel reads them. `block` is jitted so that it is traced
@@ -157,7 +157,9 @@ class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. Nothing reads what a cache holds at
     or past a slot's length: of a finished slot `serve` sets the length to 0, and clears nothing."""
 
-    cache: tuple[RowCache, ...]  # latents and rotated keys of all heads: [B, 1, S, C + R]
+    cache: tuple[
+        RowCache, ...
+    ]  # of all heads together [latent | rotated key | zeros]: [B, 1, S, W]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, not in the cache yet
     sampling: Sampling  # arrays of [B]
@@ -321,7 +323,8 @@ def expanded(
     B, S, _ = rows_BSC.shape
     kv_BNSH = linear(rows_BSC[..., :C], layer.wkv)
     kv_BNSH = kv_BNSH.reshape(B, S, -1, nope + config.v_head_dim).swapaxes(1, 2)
-    k_rope = jnp.broadcast_to(rows_BSC[:, None, :, C:], (B, kv_BNSH.shape[1], S, q.rope.shape[-1]))
+    R = q.rope.shape[-1]
+    k_rope = jnp.broadcast_to(rows_BSC[:, None, :, C : C + R], (B, kv_BNSH.shape[1], S, R))
     return prefill_attention(
         jnp.concatenate(q, axis=-1),
         jnp.concatenate([kv_BNSH[..., :nope], k_rope], axis=-1),

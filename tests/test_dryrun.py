@@ -165,6 +165,41 @@ def test_heads_of_64_are_written_without_a_loop_over_the_slots(family, size, cac
     assert report.aliased >= report.cache
 
 
+# Of a dense layer and one of experts, to decode and to read 512 tokens: cycles and operations one
+# after the other, and megabytes of temporaries.
+LATENT = {
+    ("deepseek_r1", "deepseek-r1", "v5e:8x8", INT8): ((337_000, 283, 2.8), (1_967_000, 352, 33.1)),
+    ("deepseek_r1", "deepseek-r1", "v5e:8x8", None): ((763_000, 309, 2.8), (2_437_000, 361, 26)),
+    ("kimi_k2", "kimi-k2-instruct", "v6e:8x8", None): ((560_000, 270, 2), (1_199_000, 349, 123)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("prefill", [None, 512], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    "case", LATENT, ids=lambda case: f"{case[1]}-{'int8' if case[3] else 'fp8'}"
+)
+def test_latent_attention_and_hundreds_of_experts_copy_no_cache_and_widen_no_stack(case, prefill):
+    """On 64 devices, in fp8 as published and in int8."""
+    family, size, topology, storage = case
+    module = importlib.import_module(f"{family}.model")
+    shape = importlib.import_module(f"{family}.shapes").SHAPES[size]
+    few = module.config_from_hf(shape)._replace(num_hidden_layers=2, first_k_dense_replace=1)
+    mesh = make_mesh(expert=64, devices=devices_of(topology))
+    options = dict(slots=8, capacity=CAPACITY, storage=storage, prefill=prefill)
+    report, _ = dry_run(module, few, mesh, **options)
+    reached = (report.cycles, report.operations, report.temporaries / 2**20)
+    print(reached)
+    bounds = LATENT[case][prefill is not None]
+    assert all(x < 1.05 * bound for x, bound in zip(reached, bounds, strict=True))
+    assert report.aliased >= report.cache
+    reduced = [c for c in report.collectives if not c.conditional and "7168" in c.shape]
+    assert sum(c.times for c in reduced) == 2 * 2 + 1
+    if prefill is None:
+        stack = few.n_routed_experts // 64 * few.moe_intermediate_size * few.hidden_size
+        assert report.temporaries < min(stack, report.cache / 2)
+
+
 def test_a_decoding_step_of_narrow_heads_moves_its_weights_and_its_caches_once():
     """Llama 3.2 1B on four devices: a TPU lays heads of 64 out otherwise than those of 128."""
     sizes = dict(slots=SLOTS, capacity=CAPACITY)
