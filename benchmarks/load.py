@@ -10,6 +10,7 @@ where /proc says it (Linux).
 """
 
 import argparse
+import gc
 import importlib
 import json
 import math
@@ -121,11 +122,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         directory = Path(name)
         size = write_random(directory, list(stored_tensors(module, config)))
         speed = read_speed(directory / "model.safetensors")
-        reset_peak()
-        before = resident("VmRSS")
-        began = time.perf_counter()
-        weights = load_weights(directory, module, config, mesh, jnp.bfloat16, storage=storage)
-        seconds = time.perf_counter() - began
+        seconds, weights = math.inf, None
+        for _ in range(3):  # the first time, the machine itself may have to find the memory
+            del weights
+            gc.collect()
+            reset_peak()
+            before = resident("VmRSS")
+            began = time.perf_counter()
+            weights = load_weights(directory, module, config, mesh, jnp.bfloat16, storage=storage)
+            seconds = min(seconds, time.perf_counter() - began)
     arrays = sum(x.nbytes for x in jax.tree.leaves(weights))
     peak = resident("VmHWM")
     sys.stdout.write(

@@ -4,20 +4,20 @@ attention that caches one latent vector a token, and with MLPs of which each tok
 Kimi K2: Open Agentic Intelligence, arXiv 2507.20534. What differs from llama3, per token and head
 n, is what differs in DeepSeek V3 (arXiv 2412.19437), without its groups of experts:
 
-    latent, k_rope = norm(A_kv x), rope(B x)       what is cached: C and R numbers for all heads
-    q_nope, q_rope = A_q norm(..), rope(..)        of the head; from x through a bottleneck of Q
-    k = [W_k[n] latent | k_rope], v = W_v[n] latent
-    q . k = (W_k[n]^T q_nope) . latent + q_rope . k_rope     so decoding never expands the latents
+    latent, k_rope = norm(L x), rope(K x)          cached, C and R numbers for all heads
+    q_nope, q_rope = Q_n[n] c, rope(Q_r[n] c)      c = norm(Q x), a bottleneck for all heads
+    q . k = q_nope . (W_k[n] latent) + q_rope . k_rope        and v = W_v[n] latent
+          = (W_k[n]^T q_nope) . latent + q_rope . k_rope     so decoding never makes keys
     x += shared(norm(x)) + sum over a token's X experts e of p[e] * expert[e](norm(x))
                                                    s = sigmoid(router(norm(x))); p are the X with
                                                    the largest s + bias, scaled without the bias
     rope turns neighbours; YaRN, which scales q . k too; fp8 matrices stay in fp8
 
-Dimensions: B batch or slots, T query tokens, M = B * T, S cache positions, D model, N heads, Q rank
-of the queries, C rank of the latents, R rotated numbers of a head, H = those before them + R, F MLP
-width, E experts, X experts of a token, V vocabulary. Inside `shard_map` N, F,
-E and V are what one device holds (the router knows all E), B is its slots, and S in a cache its
-positions; W is C + R, rounded up to a multiple of 128.
+Dimensions: B batch or slots, T query tokens, M = B * T, S cache positions, D model, N heads, Q and
+C ranks of queries and latents, R rotated numbers of a head, H those before them and R, W = C + R up
+to a multiple of 128, F MLP width, E experts, X of them a token has, V vocabulary.
+Inside `shard_map` N, F, E and V are what one device holds (the router knows all E), B is its slots,
+and S in a cache its positions.
 
 Devices form a mesh of three axes. Slots are split over `data`. Heads, dense and shared MLPs and
 vocabulary are split over MODEL, the axes `expert` and `tensor` together; experts over `expert`, and

@@ -93,3 +93,12 @@ def test_a_step_reads_the_experts_that_some_token_chose_and_not_the_table_beside
     cache = jnp.ones(10, jnp.int8)
     assert step_bytes(tree, cache, 0.5, share) == pytest.approx(15 * 4 + 64 * 7 / 16 + 24 + 5)
     assert step_bytes(tree._replace(head=None), cache, 0, share) == pytest.approx(60 + 28 + 24)
+
+
+def test_loading_is_measured_beside_reading_the_files():
+    shape = ROOT / "deepseek_r1" / "embedded" / "config.json"
+    done = run("load", "deepseek_r1", "--shape", shape, "--layers", 2)
+    assert done.returncode == 0, done.stderr
+    speed, memory = done.stdout.splitlines()
+    assert re.fullmatch(r"0\.00 GB in [\d.]+ s: \d+% of reading the file at [\d.]+ GB/s", speed)
+    assert re.fullmatch(r"memory beyond 0\.00 GB of arrays: -?\d+ MiB", memory)
