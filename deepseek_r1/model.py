@@ -345,7 +345,7 @@ def mlp(x_BTD: Array, w: Mlp) -> Array:
 
 
 def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
-    """The weights of each token's experts, float32, and which of all E they are: both [M, X].
+    """The weights of each token's experts, and which of all E they are: both [M, X]. In float32.
 
     The bias decides which experts are chosen, and is no part of their weights.
     """
@@ -360,7 +360,7 @@ def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
     weight_MX = jnp.take_along_axis(s_ME, expert_MX, axis=1)
     if config.norm_topk_prob:
         weight_MX = weight_MX / (weight_MX.sum(axis=-1, keepdims=True) + 1e-20)
-    return weight_MX * config.routed_scaling_factor, expert_MX
+    return (weight_MX * config.routed_scaling_factor).astype(x_MD.dtype), expert_MX
 
 
 def in_best_groups(choice_ME: Array, best: int, config: Config) -> Array:
@@ -387,7 +387,7 @@ def moe(x_BTD: Array, w: Moe, config: Config, implementation: Impl) -> Array:
     dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=implementation)
     rows = x_MD[groups.token]  # [M * X, D], those of an expert one after the other
     y_MXD = experts(rows, w.experts, dot, config)[groups.row]
-    y_MD = (y_MXD * weight_MX[..., None]).sum(axis=1).astype(x_BTD.dtype)
+    y_MD = (y_MXD * weight_MX[..., None]).sum(axis=1)
     return y_MD.reshape(x_BTD.shape) + mlp(x_BTD, w.shared)
 
 

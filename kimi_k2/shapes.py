@@ -60,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "kimi-k2-instruct-0905": _k2(64, 262144),
 }
 
-# A TPU slice that holds each size, the mesh on it, and whether weights and cache are in int8.
+# A TPU slice that holds each size, the mesh on it, and whether weights are in int8.
 SLICES: dict[str, tuple[str, str, str | None]] = {
     "kimi-k2-instruct": ("v6e:8x8", "expert=64", None),
 }
