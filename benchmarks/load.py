@@ -14,7 +14,6 @@ import gc
 import importlib
 import json
 import math
-import os
 import sys
 import tempfile
 import time
@@ -26,7 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from common.checkpoint import load_weights, rows_by_path, stored_layout, stored_shape
+from common.checkpoint import (
+    fill,
+    load_weights,
+    rows_by_path,
+    starred,
+    stored_layout,
+    stored_shape,
+)
 from common.load import read_shape
 from common.quant import INT8
 from common.sharding import make_mesh, parse_mesh
@@ -41,14 +47,13 @@ def stored_tensors(module: Any, config: Any) -> Iterator[tuple[str, str, tuple[i
     """Name, dtype and shape of every tensor of a checkpoint: the model file's table, backwards."""
     rows = rows_by_path(module.checkpoint_table(config))
     for path, array in by_path(stored_layout(module.weight_layout(config))).items():
-        words = path.split(".")
-        numbers = [w for w in words if w.isdecimal()]
-        name, transform = rows[".".join("*" if w.isdecimal() else w for w in words)]
+        pattern, numbers = starred(path)
+        name, transform = rows[pattern]
         stacked = name.count("*") > len(numbers)
         shape = stored_shape(array.shape[1:] if stacked else array.shape, transform)
         code = CODES[np.dtype(array.dtype or jnp.bfloat16)]
         for i in range(array.shape[0] if stacked else 1):
-            yield name.replace("*", "{}").format(*numbers, i), code, shape
+            yield fill(name, [*numbers, str(i)]), code, shape
 
 
 def write_random(directory: Path, tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> int:
@@ -109,7 +114,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("--set", nargs="*", type=value, default=[], metavar="KEY=JSON")
     ap.add_argument("--mesh", default="", metavar="AXES")
     ap.add_argument("--quant", choices=["int8"])
-    ap.add_argument("--directory", type=Path, help="where to write (default: temporary)")
     args = ap.parse_args(argv)
     module = importlib.import_module(f"{args.model}.model")
     axes: Any = parse_mesh(args.mesh)
@@ -118,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     hf = read_shape(module, args.shape, random=True)[0] | dict(args.set)
     config = module.config_from_hf(hf | dict(num_hidden_layers=args.layers))
     mesh, storage = make_mesh(**axes), INT8 if args.quant else None
-    with tempfile.TemporaryDirectory(dir=args.directory) as name:
+    with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         size = write_random(directory, list(stored_tensors(module, config)))
         speed = read_speed(directory / "model.safetensors")
@@ -145,5 +149,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "131072")
     main()

@@ -65,8 +65,8 @@ def generate(
 
     Returns the state, in which the newest token is the last that holds, and what `verify` returns:
     the new tokens [B, K + 1], and how many of them hold [B], 0 in an empty slot. `state` is
-    donated. A cache has no room for drafts past its capacity: what is drafted there is verified
-    against numbers that are not there, so it is the caller's to stop before.
+    donated. Tokens that would lie past the capacity are not cached, so what follows them is wrong:
+    the caller must not take tokens beyond it.
     """
 
     def run(weights: Any, state: Any, draft_BK: Array) -> tuple[Any, Array, Array]:

@@ -529,6 +529,7 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     given |= dict(scoring_func=scoring, fp8=is_fp8(hf, PROJECTIONS))
     if v2:
         only |= dict(norm_topk_prob=False, topk_method=("greedy", "group_limited_greedy"))
+        given |= dict(num_nextn_predict_layers=0)
         if hf.get("topk_method", "greedy") == "greedy":
             given |= dict(n_group=1, topk_group=1)
     else:
@@ -626,12 +627,6 @@ def init_state(
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Stored name -> the weight that it becomes. Same: must equal that weight, and is dropped.
     None: dropped. Any other name: ValueError."""
-    table = plain_table(config)
-    return fp8_table(table, PROJECTIONS, shards) if config.fp8 else table
-
-
-def plain_table(config: Config) -> Table:
-    """The same, but for fp8."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",
@@ -661,4 +656,4 @@ def plain_table(config: Config) -> Table:
     layers = config.num_hidden_layers
     for i in range(layers, layers + config.num_nextn_predict_layers):
         table[f"model.layers.{i}.**"] = None  # layers that draft tokens
-    return table
+    return fp8_table(table, PROJECTIONS, shards) if config.fp8 else table

@@ -246,7 +246,8 @@ def init_state(
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """That of model.py, with rows for the layer that drafts. Its embedding and its head repeat the
     model's, and are dropped."""
-    table, at = model.plain_table(config), f"model.layers.{config.num_hidden_layers}."
+    table = model.checkpoint_table(config._replace(fp8=False))
+    at = f"model.layers.{config.num_hidden_layers}."
     del table[f"{at}**"]
     rows: Table = {
         name.replace("model.layers.*.", at): path.replace("layers.*.", "mtp.layer.")

@@ -599,12 +599,6 @@ def init_state(
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Stored name -> the weight that it becomes. Same: must equal that weight, and is dropped.
     None: dropped. Any other name: ValueError."""
-    table = plain_table(config)
-    return fp8_table(table, PROJECTIONS, shards) if config.fp8 else table
-
-
-def plain_table(config: Config) -> Table:
-    """The same, but for fp8."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",
@@ -631,4 +625,4 @@ def plain_table(config: Config) -> Table:
         "model.norm.weight": "norm",
         "lm_head.weight": Same("embed") if config.tie_word_embeddings else "head",
     }
-    return table
+    return fp8_table(table, PROJECTIONS, shards) if config.fp8 else table

@@ -19,6 +19,8 @@ from common.serve import Request, serve, start_session
 from common.sharding import DATA, MODEL, P, Shards, make_mesh, parse_mesh
 from common.weights import by_path, specs_like
 from deepseek_r1 import model, mtp
+from deepseek_r1.shapes import SHAPES
+from llama3 import model as llama
 
 ATOL = 1e-4
 full = pytest.mark.full
@@ -141,8 +143,6 @@ def test_the_scales_of_v3_1_are_taken():
 
 def test_the_published_scales_of_yarn():
     """R1: cos and sin as they are, and the softmax 1.87 times sharper; V2: 1.59 times."""
-    from deepseek_r1.shapes import SHAPES
-
     for name, factor, sharper in (("deepseek-r1", 1.0, 1.8738), ("deepseek-v2", 1.0, 1.5897)):
         config = model.config_from_hf(SHAPES[name])
         assert model.attention_factor(config.rope_scaling) == factor
@@ -256,8 +256,6 @@ def test_a_missing_weight_of_the_layer_that_drafts_is_named():
 @pytest.mark.parametrize("K", [3, pytest.param(1, marks=full)])
 def test_drafts_are_kept_up_to_the_first_that_is_wrong(K):
     """Of llama3: with its own text as drafts, with some tokens changed, and with noise."""
-    from llama3 import model as llama
-
     opened = load_model(llama, mesh=make_mesh(tensor=2), dtype="float32")
     static = dict(config=opened.config, mesh=opened.mesh)
     session = start_session(opened, 2, 64)
@@ -286,8 +284,6 @@ def test_drafts_are_kept_up_to_the_first_that_is_wrong(K):
 
 
 def test_an_empty_slot_stays_empty_whatever_is_drafted():
-    from llama3 import model as llama
-
     opened = load_model(llama, mesh=make_mesh(), dtype="float32")
     state = start_session(opened, 2, 32).state
     state, _, count_B = speculate.generate(

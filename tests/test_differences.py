@@ -17,7 +17,7 @@ FILES = (differences.BASE, *differences.FAMILIES)
 # What says how a model is built, and therefore differs between any two.
 ARCHITECTURE = {
     *("Config", "config_from_hf", "Layer", "Weights", "weight_layout", "Moe"),
-    *("attention", "mlp", "route", "experts", "block", "checkpoint_table", "plain_table"),
+    *("attention", "mlp", "route", "experts", "block", "checkpoint_table"),
 }
 # Helpers of one name and task that two families still write differently, and why.
 INTENDED = {

@@ -9,6 +9,7 @@ from engine import hf_config
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.files import read_json
 from common.load import folder
 from common.tiktoken import WORDS, byte_characters, load_tiktoken, read_ranks
 from common.tokenizer import decode, encode, load_tokenizer
@@ -111,18 +112,16 @@ def test_text_is_cut_into_words_as_kimi_cuts_it(tokenizer, text, words):
 
 def test_special_tokens_have_the_ids_after_the_ranks(tokenizer):
     ranks = read_ranks(FILE)
-    assert len(ranks) + 256 == tokenizer.vocab_size == hf_config_of_embedded()["vocab_size"]
+    assert (
+        len(ranks) + 256
+        == tokenizer.vocab_size
+        == read_json(EMBEDDED / "config.json")["vocab_size"]
+    )
     assert encode(tokenizer, "[BOS]x")[0] == len(ranks) == tokenizer.bos_id
     assert tokenizer.stop_ids == {len(ranks) + 1}
     last = f"<|reserved_token_{len(ranks) + 255}|>"
     assert encode(tokenizer, last) == [len(ranks) + 255]
     assert decode(tokenizer, [len(ranks), *encode(tokenizer, "x")]) == "x"
-
-
-def hf_config_of_embedded():
-    from common.files import read_json
-
-    return read_json(EMBEDDED / "config.json")
 
 
 @pytest.mark.parametrize(
