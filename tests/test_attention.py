@@ -292,7 +292,7 @@ def unsplit(case):
     return decode(make(case, SPLIT_LENGTHS), "reference")
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=str)

@@ -229,6 +229,7 @@ LONG = " ".join(["prologue"] * 400)
         (["--mesh", "tensor=0"], "--mesh 'tensor=0': expected data=N,expert=N,tensor=N"),
         (["--mesh", "rows=2"], "--mesh 'rows=2': expected"),
         (["--mesh", "tensor=2,tensor=2"], "each at most once"),
+        (["--draft"], "--draft: files of llama3 hold no layer that drafts"),
         (["--mesh", "tensor=64"], "needs 64 devices, but only"),
         (
             ["--mesh", "tensor=8"],

@@ -29,10 +29,10 @@ full = pytest.mark.full
 # ---- attention
 
 
-SPLITS = ("", "tensor=2", "tensor=4", "expert=2,tensor=2")
+SPLITS = ("expert=2,tensor=2", "tensor=4", "tensor=2", "")
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("few", [0, 64], ids=["expanded", "absorbed"])
 @pytest.mark.parametrize("axes", SPLITS)
 def test_absorbed_attention_equals_expanded_attention(axes, few, monkeypatch):
@@ -63,7 +63,7 @@ def test_a_cache_of_fp8_stays_near_float32():
     engine = load("deepseek_r1", "v2")
     want = np.concatenate([prompt.logits for prompt in goldens("deepseek_r1", "v2")])
     got = np.concatenate(stepwise_logits(engine, jnp.float8_e4m3fn))
-    assert_close(got, want, rms=0.15)  # reached: 0.098
+    assert_close(got, want, rms=0.14)  # reached: 0.125
 
 
 # ---- weights

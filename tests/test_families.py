@@ -43,10 +43,10 @@ class Family(NamedTuple):
 # Random models amplify rounding, and a mixture's send a token to other experts for it:
 # transformers' own bf16 is 0.036 and 0.041 away from its float32 for llama3.
 FAMILIES = {
-    "deepseek_r1": Family(("yarn", "v2"), 0.11, 0.135, 0.09, 0.15),
+    "deepseek_r1": Family(("yarn", "v2"), 0.11, 0.135, 0.08, 0.14),
     "gpt2": Family(("prefixed", "hub"), 0.013, 0.028, 0.006, 0.030, atol=3e-5),
     "gpt_oss": Family(("plain", "mxfp4"), 0.06, 0.11, 0.033, 0.12),
-    "kimi_k2": Family(("yarn", "plain"), 0.11, 0.135, 0.09, 0.15),
+    "kimi_k2": Family(("yarn", "plain"), 0.085, 0.115, 0.072, 0.135),
     "llama3": Family(("scaled", "tied"), 0.045, 0.105, 0.028, 0.115),
     "qwen3": Family(("yarn", "moe"), 0.045, 0.09, 0.02, 0.095),
 }
@@ -130,10 +130,10 @@ def on_every_mesh() -> Any:
             )
 
 
-def two_of(cases: Any) -> Any:
-    """The same cases, of which by default the variants of precision alone run."""
+def some_of(cases: Any, count: int) -> Any:
+    """The same cases, of which by default the first `count` variants of precision alone run."""
     for f, v, axes in cases:
-        yield pytest.param(f, v, axes, marks=() if v in FAMILIES[f].precise else full)
+        yield pytest.param(f, v, axes, marks=() if v in FAMILIES[f].precise[:count] else full)
 
 
 def all_of(cases: Any) -> Any:
@@ -153,13 +153,13 @@ def test_logits_of_a_ragged_batch_equal_those_of_transformers(family, variant, a
     assert_golden(prompt_logits(engine), engine, atol=FAMILIES[family].atol)
 
 
-@on([*two_of(on_one_device()), *all_of(on_the_widest_mesh())])
+@on([*some_of(on_one_device(), 2), *all_of(on_the_widest_mesh())])
 def test_logits_token_by_token_equal_them_while_slots_come_and_go(family, variant, axes):
     engine = load(family, variant, axes)
     assert_golden(stepwise_logits(engine), engine, atol=FAMILIES[family].atol)
 
 
-@on([*two_of(on_the_widest_mesh()), *all_of(on_one_device())])
+@on([*some_of(on_the_widest_mesh(), 1), *all_of(on_one_device())])
 def test_greedy_continuations_equal_those_of_transformers(family, variant, axes):
     """Through prefill in chunks, insert and generate, arriving one after the other in slots of
     every data shard."""
@@ -187,7 +187,7 @@ PRECISIONS = {  # dtype, storage of the weights, cache, and whose bound
 
 @pytest.mark.parametrize(
     "precision",
-    [pytest.param(p, marks=() if p in ("bf16", "int8_both") else full) for p in PRECISIONS],
+    [pytest.param(p, marks=() if p == "int8_both" else full) for p in PRECISIONS],
 )
 @pytest.mark.parametrize(
     "second, steps",

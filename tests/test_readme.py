@@ -42,6 +42,7 @@ def test_every_option_that_a_readme_uses_exists(line):
         parse_mesh(parser(name).parse_args(words[3:]).mesh)
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("line", OFFLINE)
 def test_a_command_that_needs_no_checkpoint_prints_text(line, tmp_path):
     words = shlex.split(line)
