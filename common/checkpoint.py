@@ -51,6 +51,7 @@ class Order(NamedTuple):
     size: int
     blocks: tuple[int, ...]
     stored: int | None = None  # blocks of the stored tensor; those of the published weight if None
+    swapped: bool = False  # the last two axes are stored the other way round
 
 
 class Axes(enum.Enum):
@@ -225,12 +226,19 @@ def misfits(
 
 def stored_shape(shape: tuple[int, ...], transform: Transform) -> tuple[int, ...]:
     """The shape that the stored tensor of an array must have."""
-    if transform is Axes.SWAPPED:
-        return (*shape[:-2], shape[-1], shape[-2])
     if isinstance(transform, Order) and transform.stored is not None:
         extent = transform.stored * transform.size
-        return (*shape[: transform.axis], extent, *shape[transform.axis + 1 :])
-    return shape
+        shape = (*shape[: transform.axis], extent, *shape[transform.axis + 1 :])
+    return swapped(shape) if is_swapped(transform) else shape
+
+
+def is_swapped(transform: Transform) -> bool:
+    return transform is Axes.SWAPPED or (isinstance(transform, Order) and transform.swapped)
+
+
+def swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The last two the other way round."""
+    return (*axes[:-2], axes[-1], axes[-2])
 
 
 def repeats(tensors: Tensors, table: Table, sources: dict[str, Source]) -> list[str]:
@@ -302,13 +310,13 @@ def read_tensor(
     out: np.ndarray,
 ) -> None:
     """Fills `out` with one part of a padded and reordered tensor."""
-    if transform is Axes.SWAPPED:
-        out, padded = out.swapaxes(-1, -2), (*padded[:-2], padded[-1], padded[-2])
-        part = (*part[:-2], part[-1], part[-2])
+    axes = tuple(range(len(padded)))
+    if is_swapped(transform):
+        out, padded, part, axes = out.swapaxes(-1, -2), *map(swapped, (padded, part, axes))
     order = transform if isinstance(transform, Order) else None
     rows, *columns = (
         spans(n, m, p, order if order is not None and order.axis == axis else None)
-        for axis, (n, m, p) in enumerate(zip(tensor.shape, padded, part, strict=True))
+        for n, m, p, axis in zip(tensor.shape, padded, part, axes, strict=True)
     )
     dtype = DTYPES[tensor.dtype]
     row_bytes = math.prod(tensor.shape[1:]) * dtype.itemsize

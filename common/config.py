@@ -253,6 +253,18 @@ def inconsistencies(config: Any) -> Iterator[str]:
 # ---- parts of config.json that several families have
 
 
+def text_config(hf: Mapping[str, Any], inert: Collection[str]) -> dict[str, Any]:
+    """The part of a multimodal config.json that says how text is computed. Beside it may stand the
+    `inert` keys, and nothing that changes how text is computed."""
+    only = ONLY | dict(tie_word_embeddings=False)
+    check_only(hf, only)
+    refuse_unknown(hf, {"model_type", "text_config", "vision_config", *inert, *only, *INERT})
+    text = hf.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"config.json: text_config={show(text)} must be an object")
+    return {"model_type": f"{hf['model_type']}_text", **text}
+
+
 def is_fp8(hf: Mapping[str, Any], projections: Collection[str]) -> bool:
     """Whether the `projections` are published in fp8: all of them, or none."""
     needed = dict(weight_block_size=[FP8_BLOCK] * 2, activation_scheme="dynamic")

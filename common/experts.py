@@ -19,9 +19,14 @@ from common.sharding import EXPERT, vary_like
 class Groups(NamedTuple):
     """M tokens that chose X experts each, as M * X rows sorted by expert."""
 
-    token: jax.Array  # int32 [M * X], whose row it is
+    choice: jax.Array  # int32 [M * X], whose row it is: choice x of token m is m * X + x
     sizes: jax.Array  # int32 [E], rows of each expert of this device; they are the first rows
     row: jax.Array  # int32 [M, X], where the row of a token's choice is
+
+    @property
+    def token(self) -> jax.Array:
+        """int32 [M * X], the token whose row it is."""
+        return self.choice // self.row.shape[1]
 
 
 def group_by_expert(expert_MX: jax.Array, num_local: int) -> Groups:
@@ -34,7 +39,7 @@ def group_by_expert(expert_MX: jax.Array, num_local: int) -> Groups:
     order = vary_like(jnp.argsort(local, stable=True), local)
     sizes = (local[:, None] == jnp.arange(num_local)).sum(axis=0, dtype=jnp.int32)
     row = jnp.zeros_like(order).at[order].set(jnp.arange(M * X, dtype=order.dtype))
-    return Groups(order // X, sizes, row.reshape(M, X))
+    return Groups(order, sizes, row.reshape(M, X))
 
 
 def num_experts(w: Any) -> int:

@@ -24,6 +24,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from common.files import read_json_if_there, read_text
 from common.tiktoken import load_tiktoken
 
+IMAGE_KEYS = ("image_token_index", "image_token_id")  # of a multimodal model's config.json
+
 
 class Tokenizer(NamedTuple):
     backend: tokenizers.Tokenizer
@@ -31,6 +33,7 @@ class Tokenizer(NamedTuple):
     special_tokens: dict[str, str]  # "bos_token", "eos_token", ... -> text, as templates see them
     special_ids: frozenset[int]  # what `decode` leaves out
     stop_ids: frozenset[int]  # generation ends at any of these
+    image_ids: frozenset[int]  # what stands for an image, which no prompt of text may hold
     bos_id: int | None
     vocab_size: int  # one more than the largest id; the model's logits may have more
 
@@ -78,6 +81,7 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
         special_tokens=special_tokens,
         special_ids=frozenset(i for i, token in added.items() if token.special),
         stop_ids=stop_ids,
+        image_ids=frozenset(model[k] for k in IMAGE_KEYS if type(model.get(k)) is int),
         bos_id=model.get("bos_token_id") if bos_id is None else bos_id,
         vocab_size=1 + max(backend.get_vocab().values(), default=-1),
     )
@@ -137,9 +141,13 @@ def encode(tok: Tokenizer, text: str) -> list[int]:
 
 def _ids(tok: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     try:
-        return list(tok.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        ids = list(tok.backend.encode(text, add_special_tokens=add_special_tokens).ids)
     except TypeError as error:  # undecodable bytes of a command line or file end up as surrogates
         raise ValueError("the prompt is not valid Unicode text; give it as UTF-8") from error
+    if images := tok.image_ids.intersection(ids):
+        name = tok.backend.id_to_token(min(images))
+        raise ValueError(f"the prompt has {name}, the place of an image, but only text is computed")
+    return ids
 
 
 def decode(tok: Tokenizer, ids: Sequence[int], keep_special: bool = False) -> str:

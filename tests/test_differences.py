@@ -43,6 +43,19 @@ LATENT = {
     "rotary": "rotates a part of a head",
     "rotate": "rotates neighbours",
 }
+CHUNKED = {
+    "DecodeState": "its keys are not all rotated",
+    "Experts": "have no biases",
+    "Mlp": "is never that of all experts",
+    "Step": "has temperatures",
+    "forward": "has temperatures",
+    "is_sparse": "reads other settings",
+    "moe": "has shared experts, and scores that scale what goes into the others",
+    "rope_frequencies": "rotates neighbours",
+    "rotary": "no attention factor",
+    "rotate": "rotates neighbours",
+}
+INTENDED |= {(name, "llama4"): why for name, why in CHUNKED.items()}
 INTENDED |= {(n, family): LATENT[n] for family in ("deepseek_r1", "kimi_k2") for n in LATENT}
 
 

@@ -47,8 +47,10 @@ def test_a_device_has_the_rows_of_its_experts_first_and_in_order(case):
     np.testing.assert_array_equal(
         np.concatenate(found[1]), np.bincount(expert_MX.ravel(), minlength=E)
     )
-    for d, (token, sizes, row) in enumerate(zip(*found, strict=True)):
+    for d, (choice, sizes, row) in enumerate(zip(*found, strict=True)):
         assert sorted(row.ravel()) == list(range(M * X))
+        np.testing.assert_array_equal(choice[row], np.arange(M * X).reshape(M, X))
+        token = Groups(choice, sizes, row).token
         np.testing.assert_array_equal(token[row], np.arange(M)[:, None].repeat(X, 1))
         ends = np.cumsum(sizes)
         for e, (end, size) in enumerate(zip(ends, sizes, strict=True), start=d * len(sizes)):

@@ -33,7 +33,7 @@ def tok():
     backend.add_special_tokens(list(SPECIAL))
     ids = {x: backend.token_to_id(x) for x in SPECIAL}
     stop = frozenset([ids["<|return|>"]])
-    return Tokenizer(backend, TEMPLATE, {}, frozenset(ids.values()), stop, None, 300)
+    return Tokenizer(backend, TEMPLATE, {}, frozenset(ids.values()), stop, frozenset(), None, 300)
 
 
 def options(*argv):

@@ -13,6 +13,7 @@ inference does not.
 
 import argparse
 import base64
+import copy
 import importlib
 import json
 import math
@@ -32,7 +33,7 @@ from jax.sharding import NamedSharding
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from common.checkpoint import Axes, rows_by_path, starred, stored_layout
+from common.checkpoint import Axes, is_swapped, rows_by_path, starred, stored_layout
 from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Mxfp4, e2m1
 from common.score import logits
 from common.sharding import make_mesh
@@ -186,6 +187,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": CONTEXT,
         "vocab_size": 2048,
         "torch_dtype": "bfloat16",
+    },
+    "llama4": {  # Scout's files, without the tensors of its vision tower
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "model_type": "llama4_text",
+            "attention_bias": False,
+            "attention_chunk_size": 64,
+            "attn_scale": 0.1,
+            "attn_temperature_tuning": 4,
+            "floor_scale": 64,
+            "head_dim": 32,
+            "hidden_act": "silu",
+            "hidden_size": 128,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size": 64,
+            "intermediate_size_mlp": 256,
+            "max_position_embeddings": 256,
+            "no_rope_layers": [],
+            "num_attention_heads": 4,
+            "num_experts_per_tok": 1,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "num_local_experts": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "use_qk_norm": True,
+            "vocab_size": 1536,
+        },
     },
     "qwen3": {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -379,7 +411,7 @@ def as_published(model: Any, config: Any, weights: Any) -> Any:
 def as_stored(leaf: jax.Array, order: Any, dtype: Any) -> np.ndarray:
     """What a file holds of a weight that is on one device; `dtype` is its own, if it has one."""
     array = np.asarray(leaf)
-    if order is Axes.SWAPPED:
+    if is_swapped(order):
         array = array.swapaxes(-1, -2)
     if order is Axes.SPLIT:  # the bytes of mxfp4, by group
         array = array.reshape(*array.shape[:-1], -1, MXFP4_GROUP // 2)
@@ -420,14 +452,16 @@ def main() -> None:
     model = importlib.import_module(f"{args.model}.{module}")
     plays = read_plays(args.text)
     begin, end = SPECIAL_TOKENS.get(args.model, (BOS, EOS))
-    added, size = {}, CONFIGS[args.model]["vocab_size"]
+    added, hf = {}, copy.deepcopy(CONFIGS[args.model])
+    text = hf.get("text_config", hf)
+    size = text["vocab_size"]
     if args.model == "kimi_k2":
         added = train_tiktoken(plays, size, out / "tiktoken.model")
         tok = load_tiktoken(out / "tiktoken.model", added)
     else:
         tok = train_tokenizer(plays, size, begin, end)
     bos, eos = tok.token_to_id(begin or end), tok.token_to_id(end)
-    hf = {**CONFIGS[args.model], "bos_token_id": bos, "eos_token_id": eos}
+    text |= {"bos_token_id": bos, "eos_token_id": eos}
     published = model.config_from_hf(hf)
     hf_dense = {name: value for name, value in hf.items() if name != "quantization_config"}
     config = model.config_from_hf(hf_dense)

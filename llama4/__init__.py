@@ -1,0 +1,1 @@
+"""Llama 4: see model.py."""

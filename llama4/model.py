@@ -1,0 +1,549 @@
+"""Llama 4 in one file, the text of Scout and Maverick: llama3 in which three layers of four rotate
+and see their own chunk of the context, while the fourth sees all of it without positions; and in
+which MLPs are large experts, of which each token chooses one, beside one that all tokens share.
+
+The Llama 4 herd, ai.meta.com/blog/llama-4-multimodal-intelligence. What differs from llama3:
+
+    rotary layers       q, k = l2(rope(q)), l2(rope(k)); a query at position p sees those with the
+                        same p // attention_chunk_size, up to its own
+    the others          q *= 1 + attn_scale * ln(1 + floor((p + 1) / floor_scale)); no rope, and
+                        all positions are seen
+    x += shared(norm(x)) + sum over a token's X experts e of expert[e](score[e] * norm(x))
+                                                   score = sigmoid(the X largest of router(norm(x)))
+    rope turns neighbours, in float32
+
+Dimensions: B batch or slots, T query tokens, M = B * T, S cache positions, D model, N query heads,
+K key/value heads, H head dimension, F MLP width, E experts, X experts of a token, V vocabulary.
+Inside `shard_map` N, K, F, E and V are what one device holds (the router knows all E), and B is its
+slots.
+
+Devices form a mesh of three axes. Slots are split over `data`. Heads, dense MLPs, shared experts
+and vocabulary are split over MODEL, the axes `expert` and `tensor` together; the other experts over
+`expert`, and each of them over `tensor`. One step of a device sends, over MODEL:
+
+    all-reduce [B, T, D]   once for the embedding and twice a layer, in the model's dtype
+    all-reduce [B]         twice, of 4 bytes: the largest logit, and the lowest id that has it
+    all-reduce [3, B]      35 times at most, of 4 bytes, to draw where a slot has a temperature
+
+Layers are a tuple and a Python loop: `lax.scan` over stacked layers would copy the weights of each
+layer, on CPU always and on TPU where a kernel reads them. `block` is jitted so that it is traced
+once for each kind of layer.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from common.cache import LayerCache, append, attend, check_insert, copy_rows, empty_cache
+from common.checkpoint import Axes, Order, Same, Table
+from common.config import SILU, all_heads, head_dim, read_config, read_rope, show, text_config
+from common.experts import group_by_expert, num_experts
+from common.kernels.dispatch import KERNEL_FREE, Impl
+from common.kernels.ragged_dot import ragged_dot
+from common.quant import Matrix, embed_rows, linear, out_features
+from common.ranges import Above1, AtLeast1, Count, Even, Index, Positive
+from common.sampling import Sampling, sample, sampling_params
+from common.sharding import (
+    DATA,
+    EXPERT,
+    MODEL,
+    TENSOR,
+    UNSPLIT,
+    P,
+    Shards,
+    round_up,
+    split_fused,
+    split_heads,
+)
+from common.weights import array, matrix, norm, specs_like, stack
+
+Array = jax.Array
+
+
+class RopeScaling(NamedTuple):
+    """`rope_scaling` of type llama3."""
+
+    factor: AtLeast1
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: Count
+
+
+class Config(NamedTuple):
+    """The fields of config.json that shape the computation, under their published names."""
+
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count  # of an expert
+    intermediate_size_mlp: Count  # of the MLP in a layer without experts
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Even
+    rope_theta: Above1
+    rope_scaling: RopeScaling | None
+    num_local_experts: Count
+    num_experts_per_tok: Count
+    multimodal: bool  # text_config: the text's weights have a prefix, and others lie beside them
+    moe_layers: tuple[Index, ...] | None = None  # None: every interleave_moe_layer_step-th
+    interleave_moe_layer_step: Count = 1
+    no_rope_layers: tuple[Literal[0, 1], ...] = ()  # 1: a rotary layer. (): see the next line
+    no_rope_layer_interval: Count = 4  # of so many layers the last has no positions
+    use_qk_norm: bool = True
+    attention_chunk_size: Count = 8192
+    attn_temperature_tuning: bool = True
+    floor_scale: Count = 8192
+    attn_scale: Positive = 0.1
+    rms_norm_eps: Positive = 1e-5
+    tie_word_embeddings: bool = False
+    max_position_embeddings: Count = 131072
+
+
+class Mlp(NamedTuple):
+    w_gate: Matrix  # [F, D]
+    w_up: Matrix  # [F, D]
+    w_down: Matrix  # [D, F]
+
+
+class Experts(NamedTuple):
+    """All experts of a layer. Of w_gate_up a device has its rows of the gates, then those of up."""
+
+    w_gate_up: Matrix  # [E, 2 * F, D]
+    w_down: Matrix  # [E, D, F]
+
+
+class Moe(NamedTuple):
+    router: Array  # [E, D]
+    experts: Experts
+    shared: Mlp
+
+
+class Rotary(NamedTuple):
+    """Marks a layer that rotates queries and keys, and whose queries see their own chunk. It has no
+    arrays: jit sees it in the structure of the weights, while it traces."""
+
+
+class Layer(NamedTuple):
+    """A Matrix is an array, or its form in int8, fp8 or 4 bits: `linear` takes any."""
+
+    rotary: Rotary | None
+    attn_norm: Array  # [D]
+    wq: Matrix  # [N * H, D]
+    wk: Matrix  # [K * H, D]
+    wv: Matrix  # [K * H, D]
+    wo: Matrix  # [D, N * H]
+    mlp_norm: Array  # [D]
+    mlp: Mlp | Moe
+
+
+class Weights(NamedTuple):
+    embed: Matrix  # [V, D]
+    layers: tuple[Layer, ...]
+    norm: Array  # [D]
+    head: Matrix | None  # [V, D]; None where it is the embedding
+
+
+class DecodeState(NamedTuple):
+    """B slots, decoded together. A slot of length 0 is empty. Nothing reads what a cache holds at
+    or past a slot's length: of a finished slot `serve` sets the length to 0, and clears nothing."""
+
+    cache: tuple[LayerCache, ...]  # keys, and values: [B, K, S, H], or as one array
+    length_B: Array  # int32: tokens in the cache
+    token_B: Array  # int32: the newest token, not in the cache yet
+    sampling: Sampling  # arrays of [B]
+
+
+class Step(NamedTuple):
+    """What all layers of one step share."""
+
+    end_B: Array  # int32: the position after the last of the T tokens, padding too; 0: append none
+    cos: Array  # float32 [B, T, 1, H / 2]
+    sin: Array
+    temperature: Array  # float32 [B, T, 1, 1]: of queries without a position
+
+
+def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
+    """x / rms(x) in float32, then times the weight in the model's dtype."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return x32.astype(x.dtype) * weight_D
+
+
+def l2_norm(x: Array, eps: float) -> Array:
+    """x / rms(x) in float32."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+def rope_frequencies(config: Config) -> np.ndarray:
+    """Radians per position of each pair of neighbours (2 i, 2 i + 1), [H / 2]. Scaling of type
+    llama3 divides those of slow pairs by `factor`, keeps those of fast ones, and blends between."""
+    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
+    frequency = (1.0 / np.float32(config.rope_theta) ** exponent).astype(np.float32)
+    if config.rope_scaling is None:
+        return frequency
+    factor, low, high, original = config.rope_scaling
+    rotations = original * frequency / (2 * math.pi)  # of each pair in the original context
+    smooth = np.clip((rotations - low) / max(high - low, 1e-9), 0, 1)  # Scout has high = low
+    return ((1 - smooth) * frequency / factor + smooth * frequency).astype(np.float32)
+
+
+def rotary(position_BT: Array, config: Config) -> tuple[Array, Array]:
+    """cos and sin of each position's angles, float32 [B, T, 1, H / 2]."""
+    angle = position_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BTNH: Array, step: Step) -> Array:
+    """Rotates element 2 i of each head with element 2 i + 1, by the angle of their position. Of the
+    result the even ones stand before the odd ones, in queries and keys alike, which no product
+    notices."""
+    a, b = (x_BTNH[..., i::2].astype(jnp.float32) for i in (0, 1))
+    rotated = [a * step.cos - b * step.sin, b * step.cos + a * step.sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+
+
+def temperature(position_BT: Array, config: Config) -> Array:
+    """What multiplies a query that has no position, float32 [B, T, 1, 1]: the more positions it
+    sees, the sharper its softmax, arXiv 2501.19399."""
+    position = jnp.maximum(position_BT, 0)[..., None, None].astype(jnp.float32)  # below: padding
+    if not config.attn_temperature_tuning:
+        return jnp.ones_like(position)
+    return 1 + config.attn_scale * jnp.log1p(jnp.floor((position + 1) / config.floor_scale))
+
+
+def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
+    """Each device looks up the ids that it holds, and has zeros for the others."""
+    local_BT = tokens_BT - lax.axis_index(MODEL) * out_features(table_VD)
+    x_BTD = embed_rows(table_VD, local_BT, dtype)
+    return lax.psum(x_BTD, MODEL)  # partial: own ids -> replicated
+
+
+def attention(
+    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
+) -> tuple[Array, LayerCache]:
+    """Appends T tokens to the cache; each attends to all up to itself, those of its chunk in a
+    rotary layer. Returns the sum over own heads [B, T, D], and the cache. Scores and softmax are
+    float32 in `attend`; a soft cap would be one more of its arguments."""
+    B, T, _ = x_BTD.shape
+    projections = (linear(x_BTD, w) for w in (layer.wq, layer.wk, layer.wv))
+    q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, config.head_dim) for x in projections)
+    if layer.rotary is None:
+        q_BTNH = (q_BTNH * step.temperature).astype(q_BTNH.dtype)
+    else:
+        q_BTNH, k_BTKH = rotate(q_BTNH, step), rotate(k_BTKH, step)
+    if layer.rotary is not None and config.use_qk_norm:
+        q_BTNH, k_BTKH = (l2_norm(x, config.rms_norm_eps) for x in (q_BTNH, k_BTKH))
+    cache = append(cache, k_BTKH, v_BTKH, step.end_B - T)
+    o_BTNH = attend(
+        q_BTNH,
+        cache,
+        step.end_B,
+        scale=config.head_dim**-0.5,
+        chunk=config.attention_chunk_size if layer.rotary is not None else None,
+        implementation=implementation,
+    )
+    return linear(o_BTNH.reshape(B, T, -1), layer.wo), cache
+
+
+def mlp(x_BTD: Array, w: Mlp) -> Array:
+    """Partial sums over own part of F."""
+    h_BTF = jax.nn.silu(linear(x_BTD, w.w_gate)) * linear(x_BTD, w.w_up)
+    return linear(h_BTF, w.w_down)
+
+
+def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
+    """The scores of each token's experts, and which of all E they are: both [M, X]."""
+    logits_MX, expert_MX = lax.top_k(linear(x_MD, w.router), config.num_experts_per_tok)
+    return jax.nn.sigmoid(logits_MX.astype(jnp.float32)).astype(x_MD.dtype), expert_MX
+
+
+def experts(x: Array, w: Experts, dot: Callable[..., Array]) -> Array:
+    """Each row through the MLP of its expert; `dot` knows whose row it is."""
+    gate, up = jnp.split(dot(x, w.w_gate_up), 2, axis=-1)
+    return dot(jax.nn.silu(gate) * up, w.w_down)
+
+
+def moe(x_BTD: Array, w: Moe, config: Config, implementation: Impl) -> Array:
+    """Every device routes all tokens of its slots, and computes what its own experts add to them,
+    and its part of the shared one: partial sums over own experts and own part of F. An expert's
+    score scales what goes into it."""
+    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    score_MX, expert_MX = route(x_MD, w, config)
+    groups = group_by_expert(expert_MX, num_experts(w.experts))
+    dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=implementation)
+    scores = score_MX.reshape(-1, 1)[groups.choice]
+    rows = x_MD[groups.token] * scores  # [M * X, D], those of an expert one after the other
+    y_MXD = experts(rows, w.experts, dot)[groups.row]
+    return y_MXD.sum(axis=1).reshape(x_BTD.shape) + mlp(x_BTD, w.shared)
+
+
+@partial(jax.jit, static_argnames=("config", "implementation"))
+def block(
+    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
+) -> tuple[Array, LayerCache]:
+    h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
+    o_BTD, cache = attention(h_BTD, layer, cache, step, config, implementation)
+    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own heads -> replicated
+    h_BTD = rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps)
+    if isinstance(layer.mlp, Moe):
+        o_BTD = moe(h_BTD, layer.mlp, config, implementation)
+    else:
+        o_BTD = mlp(h_BTD, layer.mlp)
+    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own experts, own part of F -> replicated
+    return x_BTD, cache
+
+
+def forward(
+    weights: Weights,
+    cache: tuple[LayerCache, ...],
+    tokens_BT: Array,
+    end_B: Array,
+    config: Config,
+    implementation: Impl = None,
+    last_B: Array | None = None,
+) -> tuple[Array, tuple[LayerCache, ...]]:
+    """One device's part of a step of T tokens a slot, of which the last is at position end_B - 1;
+    called inside `shard_map`.
+
+    Returns float32 logits of the device's part of the vocabulary, [B, T, V], or [B, V] of the token
+    at index last_B of each slot; and the cache with the tokens appended. Differentiable with
+    implementation="reference", as tools/train_embedded.py does it.
+    """
+    T = tokens_BT.shape[1]
+    position_BT = end_B[:, None] - T + jnp.arange(T)
+    step = Step(end_B, *rotary(position_BT, config), temperature(position_BT, config))
+    x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
+    for layer, layer_cache in zip(weights.layers, cache, strict=True):
+        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config, implementation)
+        caches.append(layer_cache)
+    x = x_BTD if last_B is None else x_BTD[jnp.arange(len(last_B)), last_B]
+    x = rms_norm(x, weights.norm, config.rms_norm_eps)
+    head = weights.embed if weights.head is None else weights.head
+    return linear(x, head, jnp.float32), tuple(caches)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
+def prefill(
+    weights: Weights,
+    state: DecodeState,
+    tokens_BT: Array,
+    count_B: Array,
+    *,
+    config: Config,
+    mesh: Mesh,
+    implementation: Impl = None,
+) -> DecodeState:
+    """Appends the first count_B of T tokens to each slot, and samples the token after them.
+
+    A long prompt takes several calls: `serve` reads 512 tokens at a time, the rest padded to a
+    power of two. Only the last `token_B` counts. Tokens past count_B are padding: their keys land
+    past the slot's new length, or nowhere if that is past the capacity. A count of 0 leaves a slot
+    as it is. Each T, size and dtype is compiled once. `state` is donated: updated in place.
+    """
+
+    def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
+        end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
+        logits_BV, cache = forward(
+            weights, state.cache, tokens_BT, end_B, config, implementation, count_B - 1
+        )
+        length_B = state.length_B + count_B
+        token_B = sample(logits_BV, state.sampling, length_B, config.vocab_size, MODEL)
+        token_B = jnp.where(count_B > 0, token_B, state.token_B)
+        return DecodeState(cache, length_B, token_B, state.sampling)
+
+    in_specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
+    check = implementation in KERNEL_FREE  # shard_map cannot check what a Pallas kernel replicates
+    step = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
+    return step(weights, state, tokens_BT, count_B)
+
+
+def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
+    """Copies slot b of `prompt` into slot slot_B[b] of the donated `state`, unless that is -1.
+
+    Slots are counted within a data shard, and nothing moves from one shard to another. Both states
+    are on `mesh`, with the same capacity and dtype of cache. ValueError otherwise. Not in jit.
+    """
+    check_insert(state, prompt, slot_B, mesh)
+    return copy_rows(state, prompt, slot_B, specs=STATE_SPEC, mesh=mesh)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
+def generate(
+    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: Impl = None
+) -> DecodeState:
+    """Appends the newest token of every filled slot, and samples the next. `state` is donated."""
+    static = dict(config=config, mesh=mesh, implementation=implementation)
+    count_B = (state.length_B > 0).astype(jnp.int32)
+    return prefill(weights, state, state.token_B[:, None], count_B, **static)
+
+
+# ---- what a loader needs: config.json, shapes and partitions, empty states, published names
+
+
+# Keys beside text_config: where an image begins and ends in a prompt, and what stands for it.
+IMAGES = {f"{what}_token_{id}" for what in ("image", "boi", "eoi") for id in ("index", "id")}
+
+
+def config_from_hf(hf: dict[str, Any]) -> Config:
+    """Config of a parsed config.json; ValueError names a key or a value that is not known here."""
+    multimodal = hf.get("model_type") == "llama4"
+    text = text_config(hf, IMAGES) if multimodal else dict(hf)
+    only = dict(hidden_act=SILU, attention_bias=False)
+    if multimodal:
+        only["tie_word_embeddings"] = False
+    if type(text.get("attn_temperature_tuning")) is int and text["attn_temperature_tuning"] == 4:
+        text["attn_temperature_tuning"] = True  # how the first published files spell it
+    nothing = dict(moe_layers=lambda c: None, no_rope_layers=lambda c: ())
+    config: Config = read_config(
+        Config,
+        text,
+        model_types=("llama4_text",),
+        given=read_rope(text, {"llama3": RopeScaling}, theta=500000.0)
+        | dict(multimodal=multimodal),
+        null=dict(num_key_value_heads=all_heads, head_dim=head_dim) | nothing,
+        only=only,
+        read=("layer_types",),
+        inert=("cache_implementation", "for_llm_compressor", "router_jitter_noise"),
+    )
+    layers = range(config.num_hidden_layers)
+    if config.no_rope_layers and len(config.no_rope_layers) != len(layers):
+        counts = f"{len(config.no_rope_layers)} no_rope_layers"
+        raise ValueError(f"config.json: {counts}, but num_hidden_layers is {len(layers)}")
+    if (kinds := text.get("layer_types")) is not None:
+        names = ("full_attention", "chunked_attention")
+        if kinds != [names[is_rotary(i, config)] for i in layers]:
+            problem = f"layer_types={show(kinds)} differs from what no_rope_layers says"
+            raise ValueError(f"config.json: {problem}")
+    return config
+
+
+STATE_SPEC = DecodeState(
+    cache=P(DATA, MODEL),  # every array of every layer: slots over data, heads over MODEL
+    length_B=P(DATA),
+    token_B=P(DATA),
+    sampling=P(DATA),
+)
+
+
+def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
+    """Shape and partition of every weight: as published; or padded with zeros (`sample` never draws
+    a padded id), and key/value heads repeated where they are fewer than `shards`, so that every
+    split dimension divides. Experts must divide as they are."""
+    c, n = config, shards.model
+    heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
+    q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
+    D, E, V = c.hidden_size, c.num_local_experts, round_up(c.vocab_size, n)
+    F = round_up(c.intermediate_size, shards.tensor)
+    out, into = P(MODEL, None), P(None, MODEL)  # split by output, or by input
+
+    def dense(F: int) -> Mlp:
+        F = round_up(F, n)
+        return Mlp(
+            w_gate=matrix((F, D), out),
+            w_up=matrix((F, D), out),
+            w_down=matrix((D, F), into),
+        )
+
+    moe = Moe(
+        router=array((E, D)),
+        experts=Experts(
+            w_gate_up=stack((E, 2 * F, D), P(EXPERT, TENSOR, None)),
+            w_down=stack((E, D, F), P(EXPERT, None, TENSOR)),
+        ),
+        shared=dense(c.intermediate_size),
+    )
+    layer = Layer(
+        rotary=None,
+        attn_norm=norm(D),
+        wq=matrix((q, D), out),
+        wk=matrix((kv, D), out),
+        wv=matrix((kv, D), out),
+        wo=matrix((D, q), into),
+        mlp_norm=norm(D),
+        mlp=moe,
+    )
+
+    def layer_at(i: int) -> Layer:
+        mlp = moe if is_sparse(i, c) else dense(c.intermediate_size_mlp)
+        return layer._replace(rotary=Rotary() if is_rotary(i, c) else None, mlp=mlp)
+
+    return Weights(
+        embed=matrix((V, D), out),
+        layers=tuple(layer_at(i) for i in range(c.num_hidden_layers)),
+        norm=norm(D),
+        head=None if c.tie_word_embeddings else matrix((V, D), out),
+    )
+
+
+def is_rotary(layer: int, config: Config) -> bool:
+    if config.no_rope_layers:
+        return config.no_rope_layers[layer] == 1
+    return (layer + 1) % config.no_rope_layer_interval != 0
+
+
+def is_sparse(layer: int, config: Config) -> bool:
+    if config.moe_layers is not None:
+        return layer in config.moe_layers
+    return (layer + 1) % config.interleave_moe_layer_step == 0
+
+
+def init_state(
+    config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
+) -> DecodeState:
+    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. Heads
+    whose width is no multiple of 128 have rows of value and key in one array, [B, K, S, 2 * H]."""
+    heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
+    shape = (slots, len(heads.kv), capacity, config.head_dim)
+    return DecodeState(
+        cache=tuple(empty_cache(shape, dtype) for _ in range(config.num_hidden_layers)),
+        length_B=jnp.zeros(slots, jnp.int32),
+        token_B=jnp.zeros(slots, jnp.int32),
+        sampling=sampling_params(slots),
+    )
+
+
+def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
+    """Stored name -> the weight that it becomes, and the order of its heads or axes. Same: must
+    equal that weight, and is dropped. None: dropped. Any other name: ValueError."""
+    heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
+    query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
+    rows = split_fused(config.intermediate_size, shards.tensor, parts=2)
+    table: Table = {
+        "model.embed_tokens.weight": "embed",
+        "model.layers.*.input_layernorm.weight": "layers.*.attn_norm",
+        "model.layers.*.self_attn.q_proj.weight": ("layers.*.wq", query(axis=0)),
+        "model.layers.*.self_attn.k_proj.weight": ("layers.*.wk", kv(axis=0)),
+        "model.layers.*.self_attn.v_proj.weight": ("layers.*.wv", kv(axis=0)),
+        "model.layers.*.self_attn.o_proj.weight": ("layers.*.wo", query(axis=1)),
+        "model.layers.*.post_attention_layernorm.weight": "layers.*.mlp_norm",
+        "model.layers.*.feed_forward.gate_proj.weight": "layers.*.mlp.w_gate",
+        "model.layers.*.feed_forward.up_proj.weight": "layers.*.mlp.w_up",
+        "model.layers.*.feed_forward.down_proj.weight": "layers.*.mlp.w_down",
+        "model.layers.*.feed_forward.router.weight": "layers.*.mlp.router",
+        "model.layers.*.feed_forward.experts.gate_up_proj": (
+            "layers.*.mlp.experts.w_gate_up",
+            Order(axis=1, size=1, blocks=rows, swapped=True),
+        ),
+        "model.layers.*.feed_forward.experts.down_proj": (
+            "layers.*.mlp.experts.w_down",
+            Axes.SWAPPED,
+        ),
+        "model.layers.*.feed_forward.shared_expert.gate_proj.weight": "layers.*.mlp.shared.w_gate",
+        "model.layers.*.feed_forward.shared_expert.up_proj.weight": "layers.*.mlp.shared.w_up",
+        "model.layers.*.feed_forward.shared_expert.down_proj.weight": "layers.*.mlp.shared.w_down",
+        "model.norm.weight": "norm",
+        "lm_head.weight": Same("embed") if config.tie_word_embeddings else "head",
+    }
+    if not config.multimodal:
+        return table
+    table = {f"language_model.{name}": target for name, target in table.items()}
+    return table | {"vision_model.**": None, "multi_modal_projector.**": None}

@@ -1,0 +1,140 @@
+"""Llama 4: with images beside the text, like Scout and like Maverick, and text alone. Chunks of the
+context end, and temperatures change, several times within the prompts."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from variants import Variant
+
+
+def llama4(
+    *sizes: int, moe: tuple[int, int], widths: tuple[int, int], deviation: float, **options: Any
+) -> Any:
+    names = "hidden_size num_attention_heads num_key_value_heads head_dim vocab_size "
+    names += "num_hidden_layers"
+    options = dict(rope_parameters=dict(rope_type="default", rope_theta=40.0)) | options
+    return transformers.Llama4TextConfig(
+        **dict(zip(names.split(), sizes, strict=True)),
+        num_local_experts=moe[0],
+        num_experts_per_tok=moe[1],
+        intermediate_size=widths[0],
+        intermediate_size_mlp=widths[1],
+        initializer_range=deviation,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+        **options,
+    )
+
+
+def beside_images(directory: Path) -> None:
+    """The files of a model with a vision tower, its config.json as it is published."""
+    file, text = directory / "config.json", load_file(directory / "model.safetensors")
+    config = json.loads(file.read_text())
+    vision = dict(
+        hidden_size=8,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        image_size=16,
+        patch_size=8,
+        vision_output_dim=8,
+        projector_input_dim=8,
+        projector_output_dim=8,
+    )
+    whole = transformers.Llama4Config(text_config=copy.deepcopy(config), vision_config=vision)
+    both, dtype = transformers.Llama4ForConditionalGeneration(whole), config.pop("torch_dtype")
+    both.to(getattr(torch, dtype)).save_pretrained(directory)
+    (directory / "generation_config.json").unlink()
+    tensors = load_file(directory / "model.safetensors")
+    named = {f"language_model.{name}": tensor for name, tensor in text.items()}
+    assert named.keys() < tensors.keys()
+    save_file(tensors | named, directory / "model.safetensors", metadata={"format": "pt"})
+    if config["attn_temperature_tuning"]:
+        config["attn_temperature_tuning"] = 4
+    written = json.loads(file.read_text()) | dict(text_config=config, torch_dtype=dtype)
+    written.pop("dtype", None)
+    file.write_text(json.dumps(written, indent=2) + "\n")
+
+
+def without(*keys: str) -> Any:
+    """Leaves keys that published files lack out of config.json."""
+
+    def rewrite(directory: Path) -> None:
+        file = directory / "config.json"
+        config = json.loads(file.read_text())
+        for key in ("layer_types", *keys):
+            config.pop(key)
+        file.write_text(json.dumps(config, indent=2) + "\n")
+
+    return rewrite
+
+
+VARIANTS = {
+    "scout": Variant(
+        14,
+        llama4(
+            *(50, 9, 3, 6, 131, 4),
+            moe=(6, 1),
+            widths=(34, 58),
+            deviation=0.18,
+            attention_chunk_size=12,
+            floor_scale=9,
+            attn_scale=0.4,
+            rms_norm_eps=3e-3,
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=40.0,
+                factor=4.0,
+                low_freq_factor=1.0,
+                high_freq_factor=1.0,
+                original_max_position_embeddings=32,
+            ),
+        ),
+        hub=True,
+        rewrite=without("moe_layers", "no_rope_layers"),
+        finish=beside_images,
+    ),
+    "maverick": Variant(
+        15,
+        llama4(
+            *(44, 10, 5, 8, 97, 4),
+            moe=(8, 2),
+            widths=(30, 46),
+            deviation=0.18,
+            use_qk_norm=False,
+            moe_layers=[1, 3],
+            no_rope_layers=[1, 0, 1, 0],
+            attention_chunk_size=16,
+            floor_scale=20,
+            attn_scale=0.3,
+            rms_norm_eps=1e-4,
+        ),
+        dtype=torch.bfloat16,
+        hub=True,
+        rewrite=without(),
+        finish=beside_images,
+    ),
+    "text": Variant(
+        16,
+        llama4(
+            *(38, 11, 1, 14, 107, 3),
+            moe=(6, 1),
+            widths=(26, 42),
+            deviation=0.25,
+            interleave_moe_layer_step=2,
+            no_rope_layer_interval=3,
+            attention_chunk_size=10,
+            attn_temperature_tuning=False,
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-5,
+        ),
+        shard="40KB",
+    ),
+}
