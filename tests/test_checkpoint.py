@@ -314,7 +314,8 @@ def layouts(draw):
             min_size=per_part * grid[axis],
             max_size=per_part * grid[axis],
         )
-        order = Order(axis, size, tuple(draw(blocks)))
+        turned = rank > 1 and draw(st.booleans())
+        order = Order(axis, size, tuple(draw(blocks)), swapped=turned)
         padded[axis] = size * len(order.blocks)
     return Layout(tuple(stored), tuple(padded), order, tuple(grid))
 
@@ -324,6 +325,8 @@ def layouts(draw):
 def test_every_part_of_every_layout_is_what_numpy_cuts_from_the_whole(layout, chunk, dtype):
     stored = np.arange(1, 1 + np.prod(layout.stored), dtype=np.float32).reshape(layout.stored)
     whole = dense(stored, layout.order, layout.padded).astype(dtype)
+    if layout.order is not None and layout.order.swapped:
+        stored = np.ascontiguousarray(stored.swapaxes(-1, -2))
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ck, "READ_BYTES", chunk)
         save_file(
