@@ -64,12 +64,12 @@ def beside_images(directory: Path) -> None:
 
 
 def without(*keys: str) -> Any:
-    """Leaves keys that published files lack out of config.json."""
+    """Leaves keys out of config.json, which transformers writes and published files lack."""
 
     def rewrite(directory: Path) -> None:
         file = directory / "config.json"
         config = json.loads(file.read_text())
-        for key in ("layer_types", *keys):
+        for key in keys:
             config.pop(key)
         file.write_text(json.dumps(config, indent=2) + "\n")
 
@@ -98,7 +98,7 @@ VARIANTS = {
             ),
         ),
         hub=True,
-        rewrite=without("moe_layers", "no_rope_layers"),
+        rewrite=without("layer_types", "moe_layers", "no_rope_layers"),
         finish=beside_images,
     ),
     "maverick": Variant(
@@ -118,7 +118,7 @@ VARIANTS = {
         ),
         dtype=torch.bfloat16,
         hub=True,
-        rewrite=without(),
+        rewrite=without("layer_types"),
         finish=beside_images,
     ),
     "text": Variant(
@@ -132,9 +132,11 @@ VARIANTS = {
             no_rope_layer_interval=3,
             attention_chunk_size=10,
             attn_temperature_tuning=False,
+            floor_scale=10,
             tie_word_embeddings=True,
             rms_norm_eps=1e-5,
         ),
+        rewrite=without("moe_layers"),
         shard="40KB",
     ),
 }
