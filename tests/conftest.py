@@ -75,9 +75,15 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.xdist_group(f"{name} {family}" if family else name))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def programs_are_freed():
+@pytest.fixture(autouse=True)
+def programs_are_freed(request):
     """A compiled program holds memory maps, of which a process may have 65,530: with those of all
-    test files alive, XLA's compiler crashes."""
-    yield
-    jax.clear_caches()
+    files, or of all families, alive, XLA's compiler crashes."""
+    family = getattr(request.node, "callspec", None) and request.node.callspec.params.get("family")
+    group = (request.node.path, family)
+    if group != request.config.stash.get(GROUP, None):
+        request.config.stash[GROUP] = group
+        jax.clear_caches()
+
+
+GROUP = pytest.StashKey()
