@@ -75,6 +75,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.xdist_group(f"{name} {family}" if family else name))
 
 
+GROUP = pytest.StashKey()  # the file, and the family, of the test before
+
+
 @pytest.fixture(autouse=True)
 def programs_are_freed(request):
     """A compiled program holds memory maps, of which a process may have 65,530: with those of all
@@ -84,6 +87,3 @@ def programs_are_freed(request):
     if group != request.config.stash.get(GROUP, None):
         request.config.stash[GROUP] = group
         jax.clear_caches()
-
-
-GROUP = pytest.StashKey()

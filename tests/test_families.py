@@ -49,7 +49,7 @@ FAMILIES = {
     "gpt_oss": Family(("plain", "mxfp4"), 0.06, 0.11, 0.033, 0.12),
     "kimi_k2": Family(("yarn", "plain"), 0.085, 0.115, 0.072, 0.135),
     "llama3": Family(("scaled", "tied"), 0.045, 0.105, 0.028, 0.115),
-    "llama4": Family(("text", "maverick"), 0.03, 0.07, 0.024, 0.085),
+    "llama4": Family(("text", "maverick"), 0.03, 0.062, 0.024, 0.072),
     "qwen3": Family(("yarn", "moe"), 0.045, 0.09, 0.02, 0.095),
 }
 # Heads, widths, experts and vocabularies of the variants divide by few of these sizes.
