@@ -335,7 +335,8 @@ def compare(args: argparse.Namespace, spec: dict[str, Any], home: str) -> dict[s
     specs = [spec | {"library": OURS, "settings": [""]}]
     if args.against:
         settings = SETTINGS
-        if "num_experts_per_tok" in spec["shape"]:
+        mixture = "num_experts_per_tok" in spec["shape"]
+        if mixture and not spec["shape"]["model_type"].startswith("llama4"):  # it has one way
             settings = [
                 f"{setting} {experts}" for setting in SETTINGS[:2] for experts in OF_EXPERTS
             ]

@@ -10,7 +10,6 @@ from common.files import first_line
 FILES = [
     *("config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
-    "tiktoken.model",
     *("vocab.json", "merges.txt", "tiktoken.model"),
 ]
 OTHER_LAYOUTS = ["*/*", "consolidated*"]  # the same weights, as the authors' own code names them
