@@ -10,6 +10,7 @@ examples:
   python -m {name}.main --ckpt DIR_OR_HUB_ID --chat --system "Answer in verse."
   python -m {name}.main --ckpt DIR_OR_HUB_ID --prompts questions.txt --json > answers.jsonl
   python -m {name}.main --ckpt DIR_OR_HUB_ID --quant int8 --kv-quant int8 --mesh expert=4,tensor=2
+  python -m {name}.main --ckpt DIR_OR_HUB_ID --quant int8 --dry-run v5e:4x4 v5e:8x8
 """
 
 
@@ -41,9 +42,11 @@ def parser(name: str) -> argparse.ArgumentParser:
     )
     model.add_argument(
         "--mesh",
-        default="",
+        nargs="+",
+        default=[],
         metavar="AXES",
-        help="e.g. data=1,expert=1,tensor=8 (default: all devices on tensor)",
+        help="e.g. expert=4,tensor=2 (default: that of the shortest estimated step); several with "
+        "--dry-run",
     )
     text = ap.add_argument_group("prompts (default: standard input, whole)")
     text.add_argument("--prompt", action="append", metavar="P", help="may be given several times")
@@ -71,6 +74,20 @@ def parser(name: str) -> argparse.ArgumentParser:
     sampling.add_argument(
         "--seed", type=int, default=0, metavar="S", help="prompt i (from 0) uses seed S + i"
     )
+    dry = ap.add_argument_group("dry run (needs no weights and no accelerator)")
+    dry.add_argument(
+        "--dry-run",
+        nargs="+",
+        metavar="TOPOLOGY",
+        help="compile for v5e:4x4, v6e:8x8, v5p:2x2x4, tpu7x:2x2x1, h100:8, cpu:8, ...: does it "
+        "fit, what does a step move and send; --ckpt may be the name of a published size",
+    )
+    dry.add_argument(
+        "--prompt-tokens", type=int, default=512, metavar="T", help="read at once (default: 512)"
+    )
+    dry.add_argument("--layers", type=int, metavar="N", help="instead of the model's own number")
+    dry.add_argument("--implementation", help="of the kernels (default: the platform's)")
+    dry.add_argument("--hlo", type=Path, metavar="DIR", help="write the compiled programs")
     run = ap.add_argument_group("running")
     run.add_argument(
         "--max-len",

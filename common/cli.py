@@ -31,7 +31,7 @@ from common.converse import (
 )
 from common.load import Model, open_model, read_weights
 from common.serve import Session, cache_dtype, check_request, start_session
-from common.sharding import DATA, make_mesh, parse_mesh, round_up
+from common.sharding import DATA, axes_of, make_mesh, parse_mesh, round_up
 
 
 def has_accelerator() -> bool:
@@ -62,9 +62,9 @@ def configure_jax(axes: dict[str, int], compile_cache: bool, distributed: bool) 
         jax.distributed.initialize()
 
 
-def open_from(module: ModuleType, args: argparse.Namespace) -> Model:
+def open_from(module: ModuleType, args: argparse.Namespace, prompts: int) -> Model:
     """The model that the options name, without its weights."""
-    axes: Any = parse_mesh(args.mesh)
+    axes: Any = parse_mesh(",".join(args.mesh))
     return open_model(
         module,
         args.ckpt,
@@ -73,6 +73,8 @@ def open_from(module: ModuleType, args: argparse.Namespace) -> Model:
         dtype=args.dtype,
         quant=args.quant,
         random=args.random,
+        slots=args.slots or min(prompts, 8),
+        capacity=args.max_len or 2048,
     )
 
 
@@ -104,9 +106,8 @@ def capacity_for(need: int, limit: int) -> int:
     return min(limit, max(512, 1 << (need - 1).bit_length()))
 
 
-def plan_prompts(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
-    """Reads, encodes and checks all prompts before any weight is loaded."""
-    texts = read_prompts(args)
+def plan_prompts(model: Model, args: argparse.Namespace, texts: list[str]) -> tuple[Job, Sizes]:
+    """Encodes and checks all prompts before any weight is loaded."""
     ids = [encode_prompt(model, args, text) for text in texts]
     requests = [make_request(args, x, i) for i, x in enumerate(ids)]
     sizes = sizes_for(model, args, max(map(len, ids)) + args.max_new_tokens, len(texts))
@@ -128,7 +129,8 @@ def plan_chat(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
 def summary(session: Session, load_s: float) -> str:
     """One line: seconds, rates, and the fraction of the bandwidth floor that decoding reached."""
     s, model = session.stats, session.model
-    parts = [f"load {load_s:.1f} s", f"compile {s.compile_s:.1f} s"]
+    parts = [f"mesh {axes_of(model.mesh)}"] if model.mesh.size > 1 else []
+    parts += [f"load {load_s:.1f} s", f"compile {s.compile_s:.1f} s"]
     parts.append(f"first token {s.first_token_s:.2f} s")
     if s.prefill_s:
         parts.append(f"prefill {s.prefill_tokens} tokens at {s.prefill_tokens / s.prefill_s:.0f}/s")
@@ -149,12 +151,24 @@ def summary(session: Session, load_s: float) -> str:
     return "; ".join(parts)
 
 
+UNUSED_IN_DRY_RUN = ("chat", "prompt", "prompts", "system", "profile", "distributed")
+OF_DRY_RUN = ("layers", "implementation", "hlo")
+
+
 def check_options(args: argparse.Namespace) -> None:
     """ValueError for options that contradict each other."""
     if args.chat and (args.json or args.raw or args.prompt or args.prompts):
         raise ValueError(
             "--chat reads standard input: not with --json, --raw, --prompt or --prompts"
         )
+    wrong = [name for name in UNUSED_IN_DRY_RUN if getattr(args, name)]
+    if args.dry_run and wrong:
+        raise ValueError(f"--{wrong[0]} does not go with --dry-run, which generates nothing")
+    given = [name for name in OF_DRY_RUN if getattr(args, name)]
+    if given and not args.dry_run:
+        raise ValueError(f"--{given[0]} goes with --dry-run only")
+    if len(args.mesh) > 1 and not args.dry_run:
+        raise ValueError(f"--mesh {' '.join(args.mesh)}: one mesh, or several with --dry-run")
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
 
@@ -195,9 +209,15 @@ def main(
         module = drafting
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     check_options(args)
-    configure_jax(parse_mesh(args.mesh), not args.no_compile_cache, args.distributed)
-    model = open_from(module, args)
-    job, sizes = (plan_chat if args.chat else plan_prompts)(model, args)
+    if args.dry_run:
+        from common.dryrun import print_dry_runs  # which a run does not wait for
+
+        jax.config.update("jax_platforms", "cpu")
+        return print_dry_runs(module, args)
+    configure_jax(parse_mesh(",".join(args.mesh)), not args.no_compile_cache, args.distributed)
+    texts = [] if args.chat else read_prompts(args)
+    model = open_from(module, args, max(1, len(texts)))
+    job, sizes = plan_chat(model, args) if args.chat else plan_prompts(model, args, texts)
     began = time.perf_counter()
     model = read_weights(model, progress_bar(sys.stderr), args.seed)
     load_s = time.perf_counter() - began

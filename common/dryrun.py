@@ -1,20 +1,20 @@
-"""The dry run: what a decoding or prefill step costs on hardware that is not there.
+"""The dry run: what a model costs on hardware that is not there.
 
-Compiles a model's `generate` or `prefill` for a TPU topology (or the CPU's host devices) from a
+Compiles a model's `generate` and `prefill` for a TPU slice, for GPUs or for this host's CPU from a
 config alone: no weights, no accelerator. What the compiler then says is exact (memory, aliasing,
-collectives); what it moves through memory is read off the program; how long it takes is not known.
+collectives); what a step moves through memory is read off the program; how long it takes is not
+known, only what it cannot be faster than.
 
-    python -m common.dryrun llama3 --shape llama3.1-70b --topology v5e:4x4 \\
-        --mesh expert=8,tensor=2 --slots 8 --capacity 2048 --quant int8 --kv-quant int8
+    python -m llama3.main --ckpt llama3.1-70b --quant int8 --kv-quant int8 --dry-run v5e:4x4
 """
 
 import argparse
-import importlib
+import json
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -25,23 +25,55 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from common.bandwidth import experts_read
+from common.files import first_line
 from common.hlo import Collective, collectives, cycles, operations, parse, traffic
 from common.kernels.dispatch import Impl
 from common.kernels.ragged_dot import row_major
-from common.load import published_sizes, read_shape
-from common.quant import INT8, Storage
+from common.load import read_shape
+from common.mesh_choice import Axes, best_mesh, load_of, parts, weight_bytes
+from common.quant import INT8, Fp8, Mxfp4, Storage
 from common.random_weights import random_weights
-from common.sharding import DATA, P, make_mesh, model_shards, parse_mesh
-from common.weights import check_divides, specs_like
-
-# What libtpu reads when it is loaded: no question to a metadata server, no complaint that the host
-# is not a TPU's, and several dry runs at once.
-TPU_ENVIRONMENT = dict(
-    TPU_SKIP_MDS_QUERY="1",
-    TPU_ACCELERATOR_TYPE="v5litepod-1",
-    TPU_WORKER_HOSTNAMES="localhost",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="true",
+from common.serve import PROMPT_CHUNK
+from common.sharding import (
+    DATA,
+    EXPERT,
+    TENSOR,
+    P,
+    Shards,
+    axes_of,
+    make_mesh,
+    model_shards,
+    parse_mesh,
 )
+from common.topology import Chip, chip_of, devices_of
+from common.weights import by_path, check_divides, specs_like, takes
+
+
+class Plan(NamedTuple):
+    """What to compile: a model, and how it is stored and used."""
+
+    module: ModuleType
+    config: Any
+    name: str  # of the model
+    slots: int = 8
+    capacity: int = 2048  # positions of a slot
+    prompt: int = PROMPT_CHUNK  # tokens
+    dtype: Any = jnp.dtype("bfloat16")
+    cache_dtype: Any = jnp.dtype("bfloat16")
+    storage: Storage | None = None
+    implementation: Impl = None
+
+    @property
+    def stored(self) -> str:
+        """How weights and cache are stored, in words."""
+        layout = by_path(self.module.weight_layout(self.config)).values()
+        names = {NAMES.get(w.published) for w in layout if not takes(w, self.storage)} - {None}
+        names |= {"int8"} if self.storage else set() if "fp8" in names else {str(self.dtype)}
+        return f"{' and '.join(sorted(map(str, names)))} weights, {self.cache_dtype} cache"
+
+
+NAMES: dict[type | None, str] = {Fp8: "fp8", Mxfp4: "mxfp4"}
 
 
 class Report(NamedTuple):
@@ -56,7 +88,6 @@ class Report(NamedTuple):
     aliased: int  # outputs that overwrite an argument: all of the cache, or it is copied
     temporaries: int
     traffic: int  # see `traffic`
-    flops: float  # by XLA, which counts loops once and kernels not at all
     cycles: int  # the TPU compiler's own estimate, operation by operation
     operations: int  # that run one after the other
     collectives: tuple[Collective, ...]
@@ -64,6 +95,16 @@ class Report(NamedTuple):
     @property
     def memory(self) -> int:
         return self.arguments + self.outputs - self.aliased + self.temporaries
+
+    @property
+    def sent(self) -> int:
+        """Bytes that the collectives of every step return."""
+        return sum(c.bytes for c in self.collectives if not c.conditional)
+
+    @property
+    def messages(self) -> int:
+        """The collectives of every step."""
+        return sum(c.times for c in self.collectives if not c.conditional)
 
 
 def abstract(tree: Any, specs: Any, mesh: Mesh) -> Any:
@@ -153,7 +194,6 @@ def dry_run(
         aliased=memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         traffic=traffic(program),
-        flops=compiled.cost_analysis().get("flops", 0.0),
         cycles=cycles(program),
         operations=operations(program),
         collectives=collectives(program),
@@ -161,110 +201,328 @@ def dry_run(
     return report, text
 
 
-def show(report: Report) -> str:
-    """The report as text."""
-    r, gb = report, lambda n: f"{n / 1e9:9.3f} GB"
-    share = r.traffic / (r.weights + r.cache)
-    lines = [
-        f"compiled for {r.devices} devices in {r.seconds:.0f} s; per device:",
-        f"weights        {gb(r.weights)}",
-        f"cache          {gb(r.cache)}  {r.aliased / r.cache:.1%} of it updated in place",
-        f"temporaries    {gb(r.temporaries)}",
-        f"memory in all  {gb(r.memory)}",
-        f"traffic        {gb(r.traffic)}  {share:.2f} of weights and cache",
-        f"flops          {r.flops / 1e12:9.3f} T",
-        f"operations     {r.operations:9} one after the other, estimated at {r.cycles} cycles",
-    ]
-    for conditional, title in enumerate(("collectives", "  in branches")):
-        chosen = [c for c in r.collectives if c.conditional == bool(conditional)]
-        times, size = sum(c.times for c in chosen), sum(c.bytes for c in chosen)
-        lines.append(f"{title:14} {times:9} of {size / 1e6:.2f} MB")
-        lines += [f"    {c.times:5} x {c.kind:18} {c.shape}" for c in chosen]
+class Step(NamedTuple):
+    """A decoding step, or the reading of a prompt, on one device."""
+
+    name: str
+    weights: int  # bytes
+    cache: int  # bytes
+    products: float  # floating-point operations of the products with weights
+    unread: float  # bytes of the experts that no token is expected to choose
+    report: Report | None  # None if the compiler refused
+    refusal: str  # in its own words
+
+    def floor_ms(self, chip: Chip) -> dict[str, float]:
+        """Milliseconds that the step takes at least: to move its bytes, to multiply, to send."""
+        if self.report is None:
+            return {}
+        seconds = dict(
+            memory=(self.report.traffic - self.unread) / chip.bandwidth,
+            products=self.products / chip.flops,
+            links=2 * self.report.sent / chip.links,  # an all-reduce sends each byte twice
+        )
+        return {name: 1e3 * s for name, s in seconds.items()}
+
+
+class DryRun(NamedTuple):
+    """A plan on one mesh of one topology."""
+
+    plan: Plan
+    topology: str
+    mesh: Mesh
+    chosen: bool  # the mesh, by the library
+    decode: Step
+    read: Step  # a prompt
+
+    @property
+    def chip(self) -> Chip:
+        return chip_of(self.mesh.devices.flat[0])
+
+    @property
+    def memory(self) -> int:
+        """Bytes of one device that serves: weights, the cache of all slots and that in which
+        prompts are read, and the larger temporaries."""
+        decode, read = self.decode.report, self.read.report
+        held = (
+            decode.memory - decode.temporaries
+            if decode
+            else self.decode.weights + self.decode.cache
+        )
+        temporaries = max(report.temporaries if report else 0 for report in (decode, read))
+        return held + self.read.cache + temporaries
+
+    @property
+    def fits(self) -> bool:
+        compiled = self.decode.report is not None and self.read.report is not None
+        return compiled and self.memory <= self.chip.memory
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """The most slots of this capacity that fit, and the most positions of so many slots. The
+        temporaries are taken to stay: those of a prompt are enough for as many slots as it has
+        tokens."""
+        if not self.fits:
+            return 0, 0
+        plan, rows = self.plan, self.mesh.shape[DATA]
+        free, slot = self.chip.memory - self.memory, self.decode.cache / plan.slots
+        position = (self.decode.cache + self.read.cache) / plan.capacity
+        slots = plan.slots + int(free / slot) // rows * rows
+        positions = plan.capacity + int(free / position)
+        return slots, min(positions, plan.config.max_position_embeddings)
+
+
+def products_and_unread(plan: Plan, axes: Axes, tokens: int) -> tuple[float, float]:
+    """What so many tokens do with the weights of one device: floating-point operations, two for
+    each number of a matrix, of experts only of the chosen ones; and the bytes of the experts that
+    none of them chooses, if all are as likely."""
+    config = plan.config
+    layout = plan.module.weight_layout(config, Shards(axes[EXPERT], axes[TENSOR]))
+    chosen, share = getattr(config, "num_experts_per_tok", 0), experts_read(config, tokens)
+    looked_up = "embed" if getattr(layout, "head", None) is not None else ""
+    products = unread = 0.0
+    for path, weight in by_path(layout).items():
+        if weight.kind == "array" or path == looked_up:
+            continue
+        numbers = math.prod(weight.shape) / parts(weight.spec, axes)
+        if weight.kind == "stack":
+            numbers *= chosen / weight.shape[0]
+            size = weight_bytes(weight, plan.dtype, plan.storage, axes)
+            unread += size * (1 - share(weight.shape[0]))
+        products += 2 * numbers * tokens
+    return products, unread
+
+
+def compile_step(
+    plan: Plan, mesh: Mesh, prompt: int | None = None, keep: Path | None = None
+) -> Step:
+    """Compiles one step; its program goes to a file of the directory `keep`."""
+    rows = mesh.shape[DATA] if prompt else plan.slots
+    module, config, storage, cache_dtype = plan.module, plan.config, plan.storage, plan.cache_dtype
+    weights = abstract_weights(module, config, mesh, plan.dtype, storage)
+    cache = abstract_state(module, config, mesh, rows, plan.capacity, cache_dtype).cache
+    report, refusal = None, ""
+    try:
+        report, text = dry_run(
+            module,
+            config,
+            mesh,
+            slots=plan.slots,
+            capacity=plan.capacity,
+            prefill=prompt,
+            dtype=plan.dtype,
+            cache_dtype=cache_dtype,
+            storage=storage,
+            implementation=plan.implementation,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        refusal = first_line(error)
+    if report is not None and keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        axes = "-".join(f"{axis}{n}" for axis, n in mesh.shape.items())
+        name = f"{plan.name}-{axes}-{'prompt' if prompt else 'decode'}.txt"
+        (keep / name).write_text(text, encoding="utf-8")
+    tokens = rows // mesh.shape[DATA] * (prompt or 1)
+    name = f"prompt of {prompt}" if prompt else "decode"
+    did = products_and_unread(plan, dict(mesh.shape), tokens)
+    return Step(name, device_bytes(weights), device_bytes(cache), *did, report, refusal)
+
+
+class Place(NamedTuple):
+    """Where a plan is tried."""
+
+    topology: str
+    mesh: Mesh
+    chosen: bool
+
+
+def place(plan: Plan, topology: str, axes: str) -> Place:
+    """The mesh on a topology: of these axes, or the best where they are empty. ValueError if it
+    cannot split the model."""
+    devices = devices_of(topology)
+    options = dict(
+        slots=plan.slots,
+        capacity=plan.capacity,
+        dtype=plan.dtype,
+        cache_dtype=plan.cache_dtype,
+        storage=plan.storage,
+    )
+    if not axes:
+        return Place(topology, best_mesh(plan.module, plan.config, devices, **options), True)
+    sizes: Any = parse_mesh(axes)
+    mesh = make_mesh(**sizes, devices=devices)
+    load_of(plan.module, plan.config, dict(mesh.shape), **options)
+    return Place(topology, mesh, False)
+
+
+def dry_runs(plan: Plan, places: Sequence[Place], keep: Path | None = None) -> list[DryRun]:
+    """Compiles both steps for each place, as many at once as this machine has cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        steps = [
+            [pool.submit(compile_step, plan, at.mesh, n, keep) for n in (None, plan.prompt)]
+            for at in places
+        ]
+        return [
+            DryRun(plan, *at, *(step.result() for step in both))
+            for at, both in zip(places, steps, strict=True)
+        ]
+
+
+# ---- what is printed
+
+
+def gigabytes(n: float) -> str:
+    return f"{n / 1e9:.2f} GB"
+
+
+def cells(step: Step, chip: Chip) -> dict[str, str]:
+    """The figures of a step by their names."""
+    figures = {"weights": gigabytes(step.weights), "cache": gigabytes(step.cache)}
+    if (r := step.report) is None:
+        return figures
+    figures |= {
+        "temporaries": gigabytes(r.temporaries),
+        "memory in all": gigabytes(r.memory),
+        "cache in place": f"{min(1.0, r.aliased / r.cache):.0%}",
+        "traffic": gigabytes(r.traffic),
+        "collectives": f"{r.messages} of {r.sent / 1e6:.2f} MB",
+        "operations": str(r.operations),
+        "cycles": str(r.cycles) if r.cycles else "not said",
+        "compiled in": f"{r.seconds:.0f} s",
+    }
+    floors = step.floor_ms(chip).items()
+    return figures | {f"floor: {name}": f"{ms:.3f} ms" for name, ms in floors}
+
+
+def verdict(run: DryRun) -> str:
+    """Whether it fits, and what else would; or why it does not."""
+    text = f"{gigabytes(run.memory)} of {gigabytes(run.chip.memory)} a device"
+    if run.fits:
+        slots, positions = run.room
+        more = f"{slots} slots of {run.plan.capacity}, or {run.plan.slots} of {positions}"
+        return f"fits: {text}; room for {more} positions"
+    refusals = [step.refusal for step in (run.decode, run.read) if step.refusal]
+    return "\n".join([f"does not fit: {text}", *refusals])
+
+
+def title(run: DryRun) -> str:
+    plan, chip, mesh = run.plan, run.chip, run.mesh
+    by = ", the mesh chosen" if run.chosen and mesh.size > 1 else ""
+    return (
+        f"{plan.name}: {plan.stored}; {plan.slots} slots of {plan.capacity} positions, "
+        f"{plan.config.num_hidden_layers} layers\n"
+        f"{run.topology}: {mesh.size} devices of {gigabytes(chip.memory)}, "
+        f"{chip.bandwidth / 1e9:.0f} GB/s, {chip.flops / 1e12:.0f} TFLOP/s; {axes_of(mesh)}{by}"
+    )
+
+
+def show(run: DryRun) -> str:
+    """One dry run as text: what a device has and does in each step."""
+    steps = (run.decode, run.read)
+    columns = [cells(step, run.chip) for step in steps]
+    lines = [title(run), verdict(run), "", f"{'':18}{steps[0].name:>18}{steps[1].name:>18}"]
+    for name in max(columns, key=len):
+        lines.append(f"{name:18}" + "".join(f"{column.get(name, '-'):>18}" for column in columns))
+    for step in steps:
+        lines += [f"collectives, {step.name}:"] if step.report else []
+        for c in step.report.collectives if step.report else ():
+            branch = "  (when sampling)" if c.conditional else ""
+            lines.append(f"  {c.times:5} x {c.kind:18} {c.shape}{branch}")
     return "\n".join(lines)
 
 
-def devices_of(topology: str) -> Sequence[Any]:
-    """Devices to compile for: of a TPU topology such as "v5e:4x4", or this host's for "cpu"."""
-    if topology == "cpu":
-        return jax.devices("cpu")
-    for name, value in TPU_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    from jax.experimental import topologies
-
-    try:
-        return topologies.get_topology_desc(topology, platform="tpu").devices
-    except Exception as error:  # of whatever kind the plugin raises
-        line = str(error).splitlines()[0]
-        raise ValueError(f"--topology {topology!r}: {line} (TPUs need libtpu installed)") from None
+COLUMNS = ["weights", "cache", "temporaries", "traffic", "collectives", "floor: memory"]
 
 
-def parser() -> argparse.ArgumentParser:
-    ap = argparse.ArgumentParser(prog="python -m common.dryrun", description=__doc__.split("\n")[0])
-    ap.add_argument("model", help="the model's package, such as llama3")
-    ap.add_argument(
-        "--shape", required=True, help="a name in the model's shapes.py, or a config.json"
+def show_table(runs: Sequence[DryRun]) -> str:
+    """Several dry runs as one table, a line for each step."""
+    rows = [["topology", "mesh", "step", *COLUMNS, "in all"]]
+    for run in runs:
+        for step in (run.decode, run.read):
+            figures = cells(step, run.chip)
+            fits = f"{gigabytes(run.memory)}, {'fits' if run.fits else 'does not fit'}"
+            numbers = [figures.get(name, "-") for name in COLUMNS]
+            rows.append([run.topology, axes_of(run.mesh), step.name, *numbers, fits])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{x:{n}}" for x, n in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def as_json(run: DryRun) -> dict[str, Any]:
+    """All figures: bytes, milliseconds and counts."""
+
+    def of(step: Step) -> dict[str, Any]:
+        figures: dict[str, Any] = dict(weights=step.weights, cache=step.cache)
+        if step.report is None:
+            return figures | dict(refusal=step.refusal)
+        report = step.report._asdict() | dict(memory=step.report.memory)
+        report["collectives"] = [c._asdict() for c in step.report.collectives]
+        return figures | report | dict(floor_ms=step.floor_ms(run.chip), products=step.products)
+
+    plan, (slots, positions) = run.plan, run.room
+    return dict(
+        model=plan.name,
+        stored=plan.stored,
+        slots=plan.slots,
+        capacity=plan.capacity,
+        prompt=plan.prompt,
+        topology=run.topology,
+        mesh=axes_of(run.mesh),
+        mesh_chosen=run.chosen,
+        chip=run.chip._asdict(),
+        memory=run.memory,
+        fits=run.fits,
+        most_slots=slots,
+        most_positions=positions,
+        steps={"decode": of(run.decode), "prompt": of(run.read)},
     )
-    ap.add_argument("--layers", type=int, metavar="N", help="instead of the shape's own number")
-    ap.add_argument("--topology", default="cpu", help="v5e:4x4, v5p:2x2x1, v6e:8x8, ... or cpu")
-    ap.add_argument("--mesh", default="", metavar="AXES", help="e.g. data=1,expert=8,tensor=2")
-    ap.add_argument("--slots", type=int, default=8, metavar="N")
-    ap.add_argument("--capacity", type=int, default=2048, metavar="N", help="positions a slot")
-    ap.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    ap.add_argument("--quant", choices=["int8"])
-    ap.add_argument("--kv-quant", choices=["int8"])
-    ap.add_argument(
-        "--prefill", type=int, metavar="T", help="T tokens of one prompt per data shard"
-    )
-    ap.add_argument("--implementation", help="of attention; default: the platform's")
-    ap.add_argument("--hlo", type=Path, metavar="FILE", help="write the compiled program")
-    return ap
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the report; exits with 2 on a user's mistake, or if the step does not fit."""
-    args = parser().parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        report, text = run(args)
-        if args.hlo:
-            args.hlo.write_text(text, encoding="utf-8")
-    except (ValueError, OSError, ModuleNotFoundError, jax.errors.JaxRuntimeError) as error:
-        sys.stderr.write(f"error: {str(error).splitlines()[0]}\n")
-        sys.exit(2)
-    print(show(report))
+# ---- the command
 
 
-def run(args: argparse.Namespace) -> tuple[Report, str]:
-    for name in ("layers", "slots", "capacity", "prefill"):
+def plan_of(module: ModuleType, args: argparse.Namespace) -> Plan:
+    """What the options of a model's command line ask for; ValueError for what cannot be."""
+    for name in ("slots", "max_len", "prompt_tokens", "layers"):
         if (n := getattr(args, name)) is not None and n < 1:
-            raise ValueError(f"--{name} {n}: must be at least 1")
-    module = importlib.import_module(f"{args.model}.model")
-    if args.shape not in (sizes := published_sizes(module)) and not Path(args.shape).is_file():
-        raise ValueError(f"--shape {args.shape!r} is neither a file nor one of {', '.join(sizes)}")
-    config = module.config_from_hf(read_shape(module, args.shape, random=True)[0])
+            raise ValueError(f"--{name.replace('_', '-')} {n}: must be at least 1")
+    hf, _ = read_shape(module, args.ckpt, args.revision, random=True, config_only=True)
+    config = module.config_from_hf(hf)
     if args.layers:
-        if args.layers > (layers := config.num_hidden_layers):
-            raise ValueError(f"--layers {args.layers}: the model has only {layers}")
+        if args.layers > config.num_hidden_layers:
+            raise ValueError(
+                f"--layers {args.layers}: the model has only {config.num_hidden_layers}"
+            )
         config = config._replace(num_hidden_layers=args.layers)
-    axes = parse_mesh(args.mesh)
-    if args.slots % axes.get(DATA, 1):
-        raise ValueError(f"--slots {args.slots} do not divide over data={axes[DATA]}")
-    if args.topology == "cpu":
-        jax.config.update("jax_num_cpu_devices", math.prod(axes.values()))
-    mesh = make_mesh(**axes, devices=devices_of(args.topology))
-    return dry_run(
+    limit = config.max_position_embeddings
+    if (capacity := args.max_len or min(2048, limit)) > limit:
+        raise ValueError(f"--max-len {capacity} is above max_position_embeddings, {limit}")
+    dtype = jnp.dtype(args.dtype or "bfloat16")
+    name = Path(args.ckpt).name if args.ckpt else str(module.__package__)
+    return Plan(
         module,
         config,
-        mesh,
-        slots=args.slots,
-        capacity=args.capacity,
-        prefill=args.prefill,
-        dtype=jnp.dtype(args.dtype),
-        cache_dtype=jnp.dtype(args.kv_quant or args.dtype),
+        name,
+        slots=args.slots or 8,
+        capacity=capacity,
+        prompt=min(args.prompt_tokens, capacity),
+        dtype=dtype,
+        cache_dtype=jnp.dtype(args.kv_quant or dtype),
         storage=INT8 if args.quant else None,
         implementation=args.implementation,
     )
 
 
-if __name__ == "__main__":
-    main()
+def print_dry_runs(module: ModuleType, args: argparse.Namespace) -> None:
+    """--dry-run: checks everything, compiles, and prints the figures to stdout."""
+    hosts = [int(n) for n in (t.partition("cpu:")[2] for t in args.dry_run) if n.isdecimal()]
+    if hosts:
+        jax.config.update("jax_num_cpu_devices", max(1, *hosts))
+    plan = plan_of(module, args)
+    places = [
+        place(plan, topology, axes) for topology in args.dry_run for axes in args.mesh or [""]
+    ]
+    runs = dry_runs(plan, places, args.hlo)
+    if args.json:
+        print(json.dumps([as_json(run) for run in runs], indent=1))
+    else:
+        print(show_table(runs) if len(runs) > 1 else show(runs[0]))

@@ -120,7 +120,9 @@ def collectives(program: Program) -> tuple[Collective, ...]:
         if kind not in COLLECTIVES:
             continue
         results = arrays(op.type)
-        if op.kind in ("all-gather-start", "collective-permute-start"):
+        if op.type.startswith("(("):  # all operands, then all results
+            results = arrays(op.type.partition("), ")[2])
+        elif op.kind in ("all-gather-start", "collective-permute-start"):
             results = results[1:2]  # the operand comes first
         shape = ", ".join(shape for shape, _, _ in results)
         counts[conditional, kind, shape, sum(n for _, n, _ in results)] += times

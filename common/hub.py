@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ FILES = [
 OTHER_LAYOUTS = ["*/*", "consolidated*"]  # the same weights, as the authors' own code names them
 
 
-def locate(ckpt: str, revision: str | None = None) -> Path:
-    """`ckpt` itself if it is a directory, else where the hub's repository is downloaded to.
+def locate(ckpt: str, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
+    """`ckpt` itself if it is a directory, else where such files of the hub's repository are
+    downloaded to.
 
     Raises an OSError or a ValueError of one line.
     """
@@ -29,14 +31,14 @@ def locate(ckpt: str, revision: str | None = None) -> Path:
         raise NotADirectoryError(f"{ckpt} is a file; a checkpoint is the directory it lies in")
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", ckpt, re.ASCII):
         raise FileNotFoundError(f"{ckpt!r} is neither a directory nor a hub id like org/name")
-    return download(ckpt, revision)
+    return download(ckpt, revision, files)
 
 
-def download(repo: str, revision: str | None) -> Path:
+def download(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     # Imported here because it takes a third of a second, which a local checkpoint saves.
     from huggingface_hub import errors, snapshot_download
 
-    wanted: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": OTHER_LAYOUTS}
+    wanted: dict[str, Any] = {"allow_patterns": [*files], "ignore_patterns": OTHER_LAYOUTS}
     try:
         return Path(snapshot_download(repo, revision=revision, **wanted))
     except errors.GatedRepoError:

@@ -17,10 +17,11 @@ from jax.typing import DTypeLike
 
 from common.checkpoint import Progress, load_weights, rows_together
 from common.files import read_json
-from common.hub import locate
+from common.hub import FILES, locate
+from common.mesh_choice import best_mesh
 from common.quant import INT8, TRANSPOSED, Storage
 from common.random_weights import random_weights
-from common.sharding import Shards, make_mesh, model_shards
+from common.sharding import model_shards
 from common.stored import open_tensors
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.weights import check_divides
@@ -60,6 +61,8 @@ def open_model(
     dtype: DTypeLike | None = None,
     quant: str | None = None,
     random: bool = False,
+    slots: int = 8,
+    capacity: int = 2048,
 ) -> Model:
     """The model without its weights: everything that can be checked before they are read.
 
@@ -68,42 +71,31 @@ def open_model(
       ckpt: a directory or a hub id; the model that the family's folder ships unless given. With
         `random` also a lone config.json, or the name of a published size.
       revision: branch, tag or commit of a hub repository.
-      mesh: see `make_mesh`; all devices on `tensor`, or as many as the model can be split over,
-        unless given.
+      mesh: see `make_mesh`; the best one over all devices (see `common.mesh_choice`) unless given.
       dtype: float32 or bfloat16; that of the checkpoint unless given.
       quant: "int8" keeps the matrices in 8 bits, quantised as they are read.
       random: random weights in place of stored ones.
+      slots, capacity: what the best mesh is best for: prompts at once, and positions of each.
     """
     hf, directory = read_shape(module, ckpt, revision, random)
     config = module.config_from_hf(hf)
-    mesh = widest_mesh(module, config) if mesh is None else mesh
-    shards = model_shards(mesh)
-    check_divides(module.weight_layout(config, shards), shards)
     stored = hf.get("torch_dtype") or hf.get("dtype") or stored_dtype(directory, random)
     kind = jnp.dtype(dtype or ("float32" if stored == "float32" else "bfloat16"))
     if kind not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"dtype {kind} is neither float32 nor bfloat16")
     if quant not in (None, "int8"):
         raise ValueError(f"quant {quant!r} is not 'int8'")
+    if mesh is None:
+        use: Any = dict(slots=slots, capacity=capacity, dtype=kind)
+        mesh = best_mesh(module, config, jax.devices(), storage=INT8 if quant else None, **use)
+    shards = model_shards(mesh)
+    check_divides(module.weight_layout(config, shards), shards)
     tokenizer = None if directory is None else load_tokenizer(directory)
     weights_at = None if random else directory
     opened = Model(module, config, mesh, None, tokenizer, kind, None, weights_at)
     if quant == "int8":
         return opened._replace(storage=INT8)
     return opened._replace(storage=TRANSPOSED if opened.on_cpu and kind == jnp.float32 else None)
-
-
-def widest_mesh(module: ModuleType, config: Any) -> Mesh:
-    """As many devices on `tensor` as the model can be split over: no more than it has heads, and
-    none with a part of an fp8 block."""
-    devices = jax.devices()
-    for n in range(min(len(devices), config.num_attention_heads), 1, -1):
-        try:
-            check_divides(module.weight_layout(config, Shards(tensor=n)), Shards(tensor=n))
-        except ValueError:
-            continue
-        return make_mesh(tensor=n, devices=devices)
-    return make_mesh(devices=devices)
 
 
 def read_weights(model: Model, progress: Progress | None = None, seed: int = 0) -> Model:
@@ -129,9 +121,14 @@ def published_sizes(module: ModuleType) -> dict[str, dict[str, Any]]:
 
 
 def read_shape(
-    module: ModuleType, ckpt: str | None, revision: str | None = None, random: bool = False
+    module: ModuleType,
+    ckpt: str | None,
+    revision: str | None = None,
+    random: bool = False,
+    config_only: bool = False,
 ) -> tuple[dict[str, Any], Path | None]:
-    """The parsed config.json and the directory that it lies in; None for a config alone."""
+    """The parsed config.json and the directory that it lies in; None for a config alone. Of a
+    repository of the hub everything is downloaded, unless `config_only`."""
     if ckpt is None:
         ckpt = str(folder(module) / "embedded")
         if not Path(ckpt).is_dir():
@@ -145,7 +142,7 @@ def read_shape(
         if "/" not in ckpt and not Path(ckpt).is_dir():
             names = ", ".join(sizes)
             raise ValueError(f"{ckpt!r} is neither a config.json, a directory, nor one of {names}")
-    directory = locate(ckpt, revision)
+    directory = locate(ckpt, revision, ["config.json"] if config_only else FILES)
     return read_json(directory / "config.json"), directory
 
 

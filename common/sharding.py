@@ -52,6 +52,11 @@ def parse_mesh(text: str) -> dict[str, int]:
     return axes
 
 
+def axes_of(mesh: Mesh) -> str:
+    """A mesh as `parse_mesh` takes it: "expert=8,tensor=2"."""
+    return ",".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1) or "tensor=1"
+
+
 class Shards(NamedTuple):
     """Into how many parts the model axes of a mesh split a model."""
 

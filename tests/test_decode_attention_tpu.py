@@ -40,7 +40,6 @@ from common.cache import (
     empty_latent,
 )
 from common.cache import attend as attend_to_cache
-from common.dryrun import devices_of
 from common.kernels import decode_attention_tpu as kernel
 from common.kernels.decode_attention import ragged_decode_attention
 from common.kernels.decode_attention_tpu import (
@@ -51,6 +50,7 @@ from common.kernels.decode_attention_tpu import (
 )
 from common.kernels.prefill_attention import prefill_attention
 from common.sharding import DATA, MODEL, make_mesh
+from common.topology import devices_of
 
 CACHE = ("k_BKSH", "v_BKSH")
 KERNEL = 'custom_call_target="tpu_custom_call"'

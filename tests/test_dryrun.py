@@ -2,12 +2,13 @@
 command that prints it.
 
 Layers repeat, so a few of them show what one costs. What all of them cost together is not asserted
-here, `python -m common.dryrun` says it: the 80 layers of the 70B step below take 4.50 GB of weights
-and 0.35 GB of cache per device, 0.10 GB of temporaries, and 163 all-reduces of 21.1 MB.
+here, `--dry-run` says it: the 80 layers of the 70B step below take 4.50 GB of weights and 0.35 GB
+of cache per device, 0.10 GB of temporaries, and 163 all-reduces of 21.1 MB.
 """
 
 import functools
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -21,10 +22,11 @@ import jax.numpy as jnp
 import pytest
 from engine import hf_config
 
-from common.dryrun import devices_of, dry_run
+from common.dryrun import dry_run
 from common.hlo import ARRAY, Collective, executed, moved, parse
 from common.quant import INT8
-from common.sharding import make_mesh
+from common.sharding import make_mesh, parse_mesh
+from common.topology import devices_of
 from llama3 import model
 from llama3.shapes import SHAPES
 
@@ -297,10 +299,10 @@ def test_on_cpu_a_decoding_step_updates_its_whole_state_in_place(dtype):
 # ---- the command line
 
 
-def command(*args):
+def command(family, *args):
     environment = {k: os.environ[k] for k in ("PATH", "HOME") if k in os.environ}
     return subprocess.run(
-        [sys.executable, "-m", "common.dryrun", *args],
+        [sys.executable, "-m", f"{family}.main", *args],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -317,68 +319,141 @@ def shape(tmp_path):
     return str(file)
 
 
-def test_the_command_prints_one_devices_share_and_nothing_else(shape, tmp_path):
-    hlo = tmp_path / "step.txt"
-    options = ["--layers", "2", "--mesh", "data=2,tensor=2", "--kv-quant", "int8"]
-    done = command("llama3", "--shape", shape, *options, "--hlo", str(hlo))
+def test_the_command_prints_what_a_device_has_and_does_in_both_steps(shape, tmp_path):
+    options = ["--dry-run", "cpu:4", "--mesh", "data=2,tensor=2", "--kv-quant", "int8"]
+    options += ["--max-len", "256", "--prompt-tokens", "64", "--hlo", str(tmp_path / "programs")]
+    done = command("llama3", "--ckpt", shape, "--layers", "2", *options)
     assert (done.returncode, done.stderr) == (0, "")
-    labels = ["compiled for 4 devices", "weights", "cache", "temporaries", "memory in all"]
-    labels += [
-        "traffic",
-        "flops",
-        "operations",
-        "collectives",
-        *["    "] * 3,
-        "  in branches",
-        *["    "] * 4,
-    ]
     lines = done.stdout.splitlines()
-    assert len(lines) == len(labels)
-    assert all(line.startswith(label) for line, label in zip(lines, labels, strict=True))
+    assert lines[0] == (
+        "config.json: bfloat16 weights, int8 cache; 8 slots of 256 positions, 2 layers"
+    )
+    assert lines[1].startswith("cpu:4: 4 devices") and lines[1].endswith("; data=2,tensor=2")
+    assert re.fullmatch(r"fits: \S+ GB of \S+ GB a device; room for .* positions", lines[2])
+    assert lines[4].split() == ["decode", "prompt", "of", "64"]
+    figures = [re.split(r" {2,}", line) for line in lines[5:] if not line.startswith("  ")]
+    figures = [line for line in figures if len(line) > 1]
+    assert [line[0] for line in figures] == [
+        *("weights", "cache", "temporaries", "memory in all", "cache in place", "traffic"),
+        *("collectives", "operations", "cycles", "compiled in"),
+        *("floor: memory", "floor: products", "floor: links"),
+    ]
+    assert all(len(line) == 3 for line in figures)
+    assert ["cache in place", "100%", "100%"] in figures
     assert re.search(r"\n +5 x all-reduce +f32\[4,1,\d+\]\n", done.stdout)
-    assert re.search(r"\ncollectives +7 of 0\.0\d MB\n", done.stdout)
-    assert hlo.read_text().startswith("HloModule jit_generate")
+    assert re.search(r"\n +\d+ x all-reduce +\S+ +\(when sampling\)\n", done.stdout)
+    programs = sorted((tmp_path / "programs").iterdir())
+    assert [p.name.rpartition("-")[2] for p in programs] == ["decode.txt", "prompt.txt"]
+    assert programs[0].read_text().startswith("HloModule jit_generate")
 
 
-def test_the_command_compiles_a_prefill_for_a_tpu_and_prints_nothing_else(shape):
-    options = ["--prefill", "16", "--capacity", "128", "--topology", "v5e:2x2", "--layers", "1"]
-    done = command("llama3", "--shape", shape, *options)
+def test_several_topologies_and_meshes_are_one_table(shape):
+    options = ["--dry-run", "cpu:4", "v5e:2x2", "--mesh", "tensor=2", "data=2", "--layers", "1"]
+    options += ["--max-len", "128", "--prompt-tokens", "16"]
+    done = command("llama3", "--ckpt", shape, *options)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("compiled for 1 devices")
+    head, *lines = (re.split(r" {2,}", line) for line in done.stdout.splitlines())
+    assert head[:3] == ["topology", "mesh", "step"] and head[-1] == "in all"
+    assert [line[:3] for line in lines] == [
+        [topology, mesh, step]
+        for topology in ("cpu:4", "v5e:2x2")
+        for mesh in ("tensor=2", "data=2")
+        for step in ("decode", "prompt of 16")
+    ]
+    assert all(line[-1].endswith(", fits") for line in lines)
+
+
+@functools.cache
+def tiny_as_json():
+    """Both steps of llama3's embedded model, whose mesh is chosen."""
+    done = command("llama3", "--dry-run", "v5e:2x2", "--max-len", "128", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    [run] = json.loads(done.stdout)
+    return run
+
+
+def test_as_json_the_figures_are_numbers_and_a_floor_follows_from_them():
+    run = tiny_as_json()
+    chip, decode = run["chip"], run["steps"]["decode"]
+    assert run["fits"] and run["mesh_chosen"] and run["chip"]["memory"] == 16 << 30
+    assert decode["memory"] < run["memory"] < chip["memory"]
+    floor = decode["floor_ms"]
+    assert math.isclose(floor["memory"], 1e3 * decode["traffic"] / chip["bandwidth"])
+    assert math.isclose(floor["products"], 1e3 * decode["products"] / chip["flops"])
+    sent = sum(c["bytes"] for c in decode["collectives"] if not c["conditional"])
+    assert math.isclose(floor["links"], 1e3 * 2 * sent / chip["links"])
+
+
+def test_the_room_that_is_said_is_used_up_by_as_much():
+    """With the most slots, as with the most positions, the sum of what is held is the memory."""
+    run = tiny_as_json()
+    decode, prompt = run["steps"]["decode"], run["steps"]["prompt"]
+    free = run["chip"]["memory"] - run["memory"]
+    slot, rows = decode["cache"] / run["slots"], parse_mesh(run["mesh"]).get("data", 1)
+    assert 0 <= free - (run["most_slots"] - run["slots"]) * slot < slot * rows
+    assert run["most_positions"] == 512  # the model's own limit, far below what fits
+    assert (decode["cache"] + prompt["cache"]) / run["capacity"] * 512 < free
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--shape", "llama9"], "--shape 'llama9' is neither a file nor one of llama3.2-1b"),
-        (["--topology", "v9:2x2"], "--topology 'v9:2x2': "),
-        (["--topology", "v5e:2x2", "--mesh", "tensor=8"], "tensor=8 needs 8 devices, but only 4"),
+        (["--ckpt", "llama9"], "'llama9' is neither a config.json, a directory, nor one of"),
+        (["--dry-run", "v9:2x2"], "'v9:2x2' is not known: a name of v4, v5e"),
+        (["--dry-run", "v5e:9x9"], "'v5e:9x9': "),
+        (["--dry-run", "h100:9"], "'h100:9' is not h100:1 to h100:8"),
+        (["--dry-run", "v5e:2x2", "--mesh", "tensor=8"], "tensor=8 needs 8 devices, but only 4"),
         (["--mesh", "tensor=0"], "--mesh 'tensor=0': expected"),
-        (["--mesh", "tensor=64"], "64 devices, but the model has only"),
-        (["--mesh", "data=3"], "--slots 8 do not divide over data=3"),
+        (["--dry-run", "cpu:64", "--mesh", "tensor=64"], "64 devices, but the model has only"),
+        (["--mesh", "data=3"], "8 slots cannot be split evenly over data=3"),
         (["--layers", "0"], "--layers 0: must be at least 1"),
         (["--layers", "9"], "--layers 9: the model has only 2"),
+        (["--max-len", "100000000"], "--max-len 100000000 is above max_position_embeddings"),
         (["--implementation", "none"], "unknown implementation 'none'"),
-        (["--hlo", "/nowhere/hlo.txt"], "/nowhere/hlo.txt"),
+        (["--hlo", "/dev/null/programs"], "/dev/null/programs"),
+        (["--prompt", "Hello"], "--prompt does not go with --dry-run, which generates nothing"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
 def test_a_mistake_gets_one_line_and_exit_code_2(shape, args, message):
-    done = command("llama3", "--shape", shape, *args)
+    dry = [] if "--dry-run" in args else ["--dry-run", "cpu:4"]
+    checkpoint = [] if "--ckpt" in args else ["--ckpt", shape]
+    done = command("llama3", *checkpoint, *dry, *args)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(f"error: .*{re.escape(message)}.*\n", done.stderr)
 
 
+def test_options_of_a_dry_run_need_one(shape):
+    done = command("llama3", "--ckpt", shape, "--layers", "1", "--prompt", "x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --layers goes with --dry-run only\n"
+
+
+@pytest.mark.parametrize(
+    "topology, package, extra",
+    [("v5e:2x2", "libtpu", "tpu"), ("h100:2", "jax_cuda13_plugin", "hopper")],
+)
+def test_without_the_compiler_of_a_chip_one_line_names_what_to_install(
+    monkeypatch, topology, package, extra
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == package else find(n))
+    with pytest.raises(ValueError, match=rf"needs {package} .*: pip install -e '.\[{extra}\]'"):
+        devices_of(topology)
+
+
 def test_a_config_that_lacks_a_number_gets_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
-    done = command("llama3", "--shape", str(tmp_path / "config.json"))
+    done = command("llama3", "--ckpt", str(tmp_path / "config.json"), "--dry-run", "cpu")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: config.json has no model_type, which this model needs\n"
 
 
-def test_a_step_that_does_not_fit_gets_one_line():
-    options = ["--shape", "llama3.1-70b", "--layers", "12", "--topology", "v5e:2x2"]
-    done = command("llama3", *options)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"error: RESOURCE_EXHAUSTED: .*memory.*\n", done.stderr)
+def test_what_does_not_fit_is_shown_with_the_words_of_the_compiler():
+    options = ["--ckpt", "llama3.1-70b", "--layers", "12", "--dry-run", "v5e:2x2"]
+    done = command("llama3", *options, "--mesh", "tensor=1")
+    assert (done.returncode, done.stderr) == (0, "")
+    verdict, words = done.stdout.splitlines()[2:4]
+    assert re.fullmatch(r"does not fit: 2\d\.\d\d GB of 17\.18 GB a device", verdict)
+    assert re.fullmatch(r"RESOURCE_EXHAUSTED: .*memory.*", words)

@@ -62,6 +62,7 @@ MESHES = (
     "data=2,tensor=4",
     "expert=8",
 )
+ALONE = ("data=2", "expert=2")  # for the second variant of precision of each family
 
 
 def fixtures(family: str) -> list[str]:
@@ -89,7 +90,8 @@ def fits(family: str, variant: str, axes: str) -> bool:
 
 def meshes(family: str, variant: str) -> list[str]:
     """The meshes that a variant fits, the one that splits most first."""
-    found = [axes for axes in MESHES if fits(family, variant, axes)]
+    alone = ALONE if variant == FAMILIES[family].precise[1] else ()
+    found = [axes for axes in (*MESHES, *alone) if fits(family, variant, axes)]
     sizes = {axes: (len(parse_mesh(axes)), np.prod([*parse_mesh(axes).values()])) for axes in found}
     return sorted(found, key=lambda axes: sizes[axes], reverse=True)
 

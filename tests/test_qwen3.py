@@ -1,12 +1,13 @@
 """What is special in Qwen3: its config.json, fp8 files, and which layers are sparse."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close
 from engine import hf_config, load
 
-from common.load import widest_mesh
+from common.mesh_choice import best_mesh
 from common.quant import INT8, Fp8, Int8, dequantize_fp8
 from common.sharding import Shards
 from common.weights import check_divides
@@ -123,8 +124,8 @@ def test_both_spellings_of_a_config_mean_the_same():
 @pytest.mark.parametrize("variant, devices", [("tied", 8), ("moe", 8), ("fp8", 1)])
 def test_without_a_mesh_a_model_takes_the_devices_that_it_can_be_split_over(variant, devices):
     """Of eight: its heads are no multiple of whole fp8 blocks, so one; else as many as it has."""
-    mesh = widest_mesh(model, config_of(variant))
-    assert mesh.shape["tensor"] == mesh.size == devices
+    mesh = best_mesh(model, config_of(variant), jax.devices(), slots=1, capacity=64)
+    assert mesh.shape["data"] == 1 and mesh.size == devices
 
 
 def test_a_split_fp8_matrix_is_whole_blocks_on_every_device():

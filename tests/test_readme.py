@@ -39,7 +39,8 @@ def test_every_option_that_a_readme_uses_exists(line):
     words = shlex.split(line.split(">")[0])
     name = words[2].removesuffix(".main")
     if "--help" not in words:
-        parse_mesh(parser(name).parse_args(words[3:]).mesh)
+        for axes in parser(name).parse_args(words[3:]).mesh:
+            parse_mesh(axes)
 
 
 @pytest.mark.one_in(10)

@@ -1,0 +1,157 @@
+"""Which mesh a model gets when nobody says: the one whose decoding step is estimated as shortest.
+
+The estimate needs shapes alone, so that it takes milliseconds. A step takes as long as its device
+needs to read its weights and its cache, and to send what the devices tell each other:
+
+  bytes / bandwidth + 6 * sent / links + 5 us * collectives
+
+* bytes: the device's part of all weights (an embedding that is only looked up aside) and of the
+  cache. `data` keeps the weights once more for each of its parts; heads that do not divide are
+  padded or copied, and more devices than key/value heads do not make the cache smaller.
+* sent: every layer reduces the activations of its slots twice, so `data` divides that. A latent
+  cache that is split by position also gathers queries and scatters what they found.
+* An all-reduce sends each byte twice, and published decoding steps reach about a third of what the
+  links can do: 6. That a collective cannot take less than 5 us is an assumption.
+
+Of meshes within 1 % of the best, a mixture of experts takes the one with most on `expert`, where
+the matrices of an expert stay whole, and any other model the one with most on `tensor`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from common.quant import Storage
+from common.sharding import DATA, EXPERT, TENSOR, Shards, make_mesh
+from common.topology import Chip, chip_of
+from common.weights import Weight, by_path, check_divides, is_weight, published_arrays, takes
+
+REDUCED = 6.0  # bytes of time on the links for each byte that a collective returns
+START = 5e-6  # seconds of a collective, however small
+USABLE = 0.92  # of a device's memory; the rest is for temporaries
+Axes = dict[str, int]
+
+
+def step_seconds(chip: Chip, moved: float, sent: float, collectives: float) -> float:
+    """The estimate of a decoding step of which a device moves and sends so many bytes."""
+    return moved / chip.bandwidth + REDUCED * sent / chip.links + START * collectives
+
+
+class Load(NamedTuple):
+    """What one device holds, and does in a decoding step."""
+
+    weights: int  # bytes
+    cache: int  # bytes
+    looked_up: int  # bytes of the weights that a step takes a few rows of
+    sent: int  # bytes of the results of collectives
+    collectives: int
+
+    def seconds(self, chip: Chip) -> float:
+        moved = self.weights - self.looked_up + self.cache
+        return step_seconds(chip, moved, self.sent, self.collectives)
+
+
+def parts(spec: PartitionSpec, axes: Axes) -> int:
+    """Into how many parts a mesh splits an array."""
+    return math.prod(axes[axis] for axis in jax.tree.leaves(tuple(spec)))
+
+
+def weight_bytes(weight: Weight, dtype: DTypeLike, storage: Storage | None, axes: Axes) -> int:
+    """Bytes of one device's part of a weight; of one that is quantised, without its scales."""
+    if takes(weight, storage):
+        return math.prod(weight.shape) // parts(weight.spec, axes)
+    arrays = jax.tree.leaves(published_arrays(weight), is_leaf=is_weight)
+    return sum(
+        math.prod(x.shape) * jnp.dtype(x.dtype or dtype).itemsize // parts(x.spec, axes)
+        for x in arrays
+    )
+
+
+def load_of(
+    module: ModuleType,
+    config: Any,
+    axes: Axes,
+    *,
+    slots: int,
+    capacity: int,
+    dtype: DTypeLike = jnp.bfloat16,
+    cache_dtype: DTypeLike = jnp.bfloat16,
+    storage: Storage | None = None,
+) -> Load:
+    """What a mesh asks of each of its devices; ValueError if the model cannot be split that way."""
+    shards = Shards(axes[EXPERT], axes[TENSOR])
+    if slots % axes[DATA]:
+        raise ValueError(f"{slots} slots cannot be split evenly over data={axes[DATA]}")
+    layout = module.weight_layout(config, shards)
+    check_divides(layout, shards)
+    held = {
+        path: weight_bytes(weight, dtype, storage, axes) for path, weight in by_path(layout).items()
+    }
+    tied = getattr(layout, "head", None) is None
+    make = partial(module.init_state, config, slots, capacity, cache_dtype, shards)
+    arrays, spec = jax.tree.leaves(jax.eval_shape(make).cache), module.STATE_SPEC.cache
+    cache = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) // parts(spec, axes)
+    layers, rows = config.num_hidden_layers, slots // axes[DATA]
+    width = layout.embed.shape[-1] * jnp.dtype(dtype).itemsize
+    collectives = 2 * layers if shards.model > 1 else 0
+    sent = collectives * rows * width
+    if shards.tensor > 1 and tuple(spec)[2:] == (TENSOR,):  # positions
+        heads = config.num_attention_heads // shards.expert
+        sent += 2 * layers * rows * heads * arrays[0].shape[-1] * jnp.dtype(dtype).itemsize
+        collectives += 3 * layers
+    looked_up = 0 if tied else held["embed"]
+    return Load(sum(held.values()), cache, looked_up, sent, collectives)
+
+
+def meshes_of(devices: int) -> Iterator[Axes]:
+    """The axes of every mesh of so many devices."""
+    for data in (n for n in range(1, devices + 1) if devices % n == 0):
+        rest = devices // data
+        for expert in (n for n in range(1, rest + 1) if rest % n == 0):
+            yield {DATA: data, EXPERT: expert, TENSOR: rest // expert}
+
+
+def loads(module: ModuleType, config: Any, devices: int, **options: Any) -> list[tuple[Axes, Load]]:
+    """The meshes of so many devices that can split a model, with what they ask."""
+    found = []
+    for axes in meshes_of(devices):
+        try:
+            found.append((axes, load_of(module, config, axes, **options)))
+        except ValueError:
+            continue
+    return found
+
+
+def best_axes(module: ModuleType, config: Any, devices: int, chip: Chip, **options: Any) -> Axes:
+    """The axes of the best mesh of at most so many devices; `options` are those of `load_of`.
+
+    If the model fits no mesh, those with which it comes nearest to fitting.
+    """
+    found: list[tuple[Axes, Load]] = []
+    while not found and devices > 1:
+        found = loads(module, config, devices, **options)
+        devices -= 1
+    if not found:
+        return {DATA: 1, EXPERT: 1, TENSOR: 1}
+    smallest = min(load.weights + load.cache for _, load in found)
+    room = max(smallest, int(USABLE * chip.memory))
+    fitting = [(axes, load) for axes, load in found if load.weights + load.cache <= room]
+    least = min(load.seconds(chip) for _, load in fitting)
+    near = [axes for axes, load in fitting if load.seconds(chip) <= 1.01 * least]
+    mixture = any(w.kind == "stack" for w in by_path(module.weight_layout(config)).values())
+    return max(near, key=lambda axes: axes[EXPERT if mixture else TENSOR])
+
+
+def best_mesh(module: ModuleType, config: Any, devices: Sequence[Any], **options: Any) -> Mesh:
+    """The best mesh over at most all of `devices`; `options` are those of `load_of`."""
+    axes: Any = {}
+    if len(devices) > 1:
+        axes = best_axes(module, config, len(devices), chip_of(devices[0]), **options)
+    return make_mesh(**axes, devices=devices)

@@ -1,0 +1,109 @@
+"""Devices that programs can be compiled for, and what each of them can do at best."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+GIB = 1 << 30
+
+
+class Chip(NamedTuple):
+    """One device: the figures of its vendor, never measured here."""
+
+    memory: int  # bytes
+    bandwidth: float  # bytes a second, from and to its memory
+    flops: float  # a second, of products in bfloat16
+    links: float  # bytes a second that it sends to other devices, over all its links together
+
+
+# JAX counts the two cores of a v4 or tpu7x chip as devices, each with half of everything.
+CHIPS = {
+    "v4": Chip(16 * GIB, 614e9, 137.5e12, 135e9),
+    "v5e": Chip(16 * GIB, 819e9, 197e12, 180e9),
+    "v5p": Chip(95 * GIB, 2765e9, 459e12, 540e9),
+    "v6e": Chip(32 * GIB, 1640e9, 918e12, 360e9),
+    "tpu7x": Chip(96 * GIB, 3690e9, 1153e12, 270e9),
+    "h100": Chip(84978434048, 3352e9, 989e12, 450e9),
+    # A machine that nothing is known of: memory without end, and links that are no bottleneck.
+    "cpu": Chip(1 << 50, 50e9, 1e12, 50e9),
+}
+# By the beginning of what `device_kind` says, the longer ones first.
+KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6": "v6e",
+    "TPU7x": "tpu7x",
+    "NVIDIA H100": "h100",
+}
+
+
+def chip_of(device: Any) -> Chip:
+    """The chip that a device is; for one without an entry, that of a CPU."""
+    kind = device.device_kind
+    return CHIPS[next((name for start, name in KINDS.items() if kind.startswith(start)), "cpu")]
+
+
+# What libtpu reads when it is loaded: no question to a metadata server, no complaint that the host
+# is not a TPU's, and several compilations at once.
+TPU_ENVIRONMENT = dict(
+    TPU_SKIP_MDS_QUERY="1",
+    TPU_ACCELERATOR_TYPE="v5litepod-1",
+    TPU_WORKER_HOSTNAMES="localhost",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="true",
+)
+
+# What XLA asks a GPU about itself, for a machine that has none.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84978434048 cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 1 }
+runtime_version { major: 13 minor: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def need(package: str, name: str, extra: str) -> None:
+    """ValueError where what compiles for `name` is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"{name!r} needs {package} to compile for it: pip install -e '.[{extra}]'")
+
+
+def devices_of(topology: str) -> Sequence[Any]:
+    """The devices of a TPU slice such as "v5e:4x4", of one to eight GPUs ("h100:8"), or of this
+    host ("cpu:8"). ValueError in one line for what nothing here can compile for."""
+    name, _, size = topology.partition(":")
+    if name == "cpu" and re.fullmatch(r"\d*", size):
+        return jax.devices("cpu")
+    from jax.experimental import topologies
+
+    options: dict[str, Any] = {}
+    if name == "h100":
+        if not re.fullmatch("[1-8]?", size):
+            raise ValueError(f"{topology!r} is not h100:1 to h100:8, the GPUs of one machine")
+        need("jax_cuda13_plugin", topology, "hopper")
+        options = dict(platform="cuda", topology=f"1x1x{size or 1}", target_config=H100)
+    elif name in CHIPS:
+        need("libtpu", topology, "tpu")
+        for variable, value in TPU_ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+        options = dict(platform="tpu")
+    else:
+        names = ", ".join(CHIPS)
+        raise ValueError(f"{topology!r} is not known: a name of {names}, and a size (v5e:4x4)")
+    try:
+        return topologies.get_topology_desc(topology, **options).devices
+    except Exception as error:  # of whatever kind the plugin raises
+        raise ValueError(f"{topology!r}: {str(error).splitlines()[0]}") from None
