@@ -29,7 +29,7 @@ from common.converse import (
     make_request,
     read_prompts,
 )
-from common.hosts import Group, joined
+from common.hosts import Group, joined, tell
 from common.load import Model, open_model, read_weights
 from common.preflight import check_all_used, report
 from common.serve import Session, cache_dtype, check_request, start_session
@@ -68,9 +68,10 @@ def parse(name: str, argv: Sequence[str] | None) -> argparse.Namespace:
     """The options. A mistake in them is told to the other processes, if there are any."""
     try:
         return parser(name).parse_args(argv)
-    except ValueError:
-        with joined(read_host_options(argv)):
-            raise
+    except ValueError as mistake:
+        with contextlib.suppress(ValueError):
+            tell(read_host_options(argv), mistake)
+        raise
 
 
 def agree(group: Group, module: ModuleType, args: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import jax
 
@@ -28,6 +28,7 @@ from common.cluster import Place, find_place
 from common.preflight import differences, numbered
 
 GRACE = 1.0  # seconds in which a process may find out itself what another one tells it
+DEATH = 1  # the exit code after one
 HELLO_S = 5.0  # in which whoever connects must say who it is
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
@@ -78,24 +79,23 @@ def listen(place: Place, timeout: float) -> list[Peer]:
         server = socket.create_server(bind, family=family, dualstack_ipv6=dual, backlog=1024)
     except OSError as error:
         raise ValueError(f"process 0 cannot listen on {address}: {error.strerror}") from None
-    deadline, peers, wrong = time.monotonic() + timeout, dict[int, Peer](), list[str]()
+    deadline, came, wrong = time.monotonic() + timeout, list[Peer](), list[str]()
     # Closed before JAX listens on the same port; the connections remain.
     with server, contextlib.suppress(TimeoutError):
-        while len(peers) < place.processes - 1 and not wrong:
+        while len(came) < place.processes - 1 and not wrong:
             server.settimeout(max(deadline - time.monotonic(), 0.01))
             if (hello := greet(server.accept()[0])) is not None:
-                peer, count = hello
-                wrong = misplaced(peer, count, place, peers)
-                peers[peer.process if not wrong else -1] = peer
-    missing = sorted(set(range(1, place.processes)) - set(peers))
+                wrong = misplaced(*hello, place, came)
+                came.append(hello[0])
+    missing = sorted(set(range(1, place.processes)) - {peer.process for peer in came})
     if missing and not wrong:
-        come = f"{numbered(missing)} of {place.processes} did not come within {timeout:g} s"
-        wrong = [f"{come} (see --join-timeout)"]
+        late = f"{numbered(missing)} of {place.processes} did not come within {timeout:g} s"
+        wrong = [f"{late} (see --join-timeout)"]
     if wrong:
-        for peer in peers.values():
+        for peer in came:
             peer.send(end=2, lines=wrong)
         raise Disagreement("\n".join(wrong))
-    return list(peers.values())
+    return came
 
 
 def greet(connection: socket.socket) -> tuple[Peer, int] | None:
@@ -111,12 +111,12 @@ def greet(connection: socket.socket) -> tuple[Peer, int] | None:
     return Peer(connection, lines, process, host), count
 
 
-def misplaced(peer: Peer, count: int, place: Place, peers: dict[int, Peer]) -> list[str]:
-    """Why a process that came is not one of those that are awaited."""
+def misplaced(peer: Peer, count: int, place: Place, came: list[Peer]) -> list[str]:
+    """Why a process is not one of those that are awaited."""
     if count != place.processes:
         return [f"{peer} is one of {count} processes, but process 0 is one of {place.processes}"]
-    if (other := peers.get(peer.process)) is not None or peer.process == 0:
-        also = other.host if other else socket.gethostname()
+    taken = {0: socket.gethostname(), **{other.process: other.host for other in came}}
+    if (also := taken.get(peer.process)) is not None:
         return [f"two processes are process {peer.process} of {count}: on {also} and {peer.host}"]
     return []
 
@@ -153,7 +153,10 @@ def quieten(process: int) -> TextIO:
     With TF_CPP_MIN_LOG_LEVEL=0, what the libraries write comes on stderr.
     """
     sys.stdout.flush()
-    stdout, stderr = (os.fdopen(os.dup(fd), "w", buffering=1, encoding="utf-8") for fd in (1, 2))
+    stdout, stderr = (
+        os.fdopen(os.dup(fd), "w", buffering=1, encoding=stream.encoding, errors=stream.errors)
+        for fd, stream in ((1, sys.stdout), (2, sys.stderr))
+    )
     nothing = open(os.devnull, "w")  # noqa: SIM115
     os.dup2(2, 1)
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0":
@@ -186,19 +189,19 @@ class Group:
             for kind in {"report", "go", "done"} & set(message):
                 self.inbox.put((peer, kind, message[kind]))
             if "end" in message:
-                self.leaving.wait(GRACE)  # it may have the same mistake, or Ctrl-C
+                if message["end"] != DEATH:
+                    self.leaving.wait(GRACE)  # the same mistake here, or Ctrl-C, speaks for itself
                 return self.end(message["end"], message["lines"])
-        self.end(1, [f"{peer} has died"])
+        self.end(DEATH, [f"{peer} has died"])
 
     def end(self, code: int, lines: list[str]) -> None:
         """Ends the process, and all others from process 0, unless the main thread does."""
-        self.ending.acquire()
-        if not self.leaving.is_set():
-            self.tell_all(code, lines)
-            self.write(lines)
-            self.wait_for_others()
-            os._exit(code)
-        self.ending.release()
+        with self.ending:
+            if not self.leaving.is_set():
+                self.tell_all(code, lines)
+                self.write(lines)
+                self.wait_for_others()
+                os._exit(code)
 
     def write(self, lines: list[str]) -> None:
         with contextlib.suppress(OSError):
@@ -260,21 +263,21 @@ class Group:
         if self.started:
             jax.distributed.shutdown()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> NoReturn:
         """Ends all processes for an error of this one."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         code, lines = verdict(error)
-        if self.started and code in (1, 2):
-            time.sleep(GRACE)  # the death of another one shows as an error here, too
+        if self.started and lines:
+            time.sleep(3 * GRACE)  # what another one did shows as an error here, too
         with self.ending:
             self.leaving.set()
-        me = f"process {self.place.process} on {socket.gethostname()}"
-        told = lines if isinstance(error, Disagreement) else [f"{me}: {line}" for line in lines]
-        self.tell_all(code, [f"{me} was interrupted"] if code == 130 else told)
-        if code == 1:
+        if code == DEATH:
             traceback.print_exception(error, file=self.stderr)
         else:
             self.write(lines)
+        me = f"process {self.place.process} on {socket.gethostname()}"
+        told = lines if isinstance(error, Disagreement) else [f"{me}: {line}" for line in lines]
+        self.tell_all(code, [f"{me} was interrupted"] if code == 130 else told)
         self.wait_for_others()
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -291,7 +294,7 @@ def verdict(error: BaseException) -> tuple[int, list[str]]:
         return int(error.code or 0), []
     if isinstance(error, (ValueError, OSError)):
         return 2, str(error).splitlines()
-    return 1, traceback.format_exception_only(error)[-1].splitlines()
+    return DEATH, traceback.format_exception_only(error)[-1].splitlines()
 
 
 @contextlib.contextmanager
@@ -308,3 +311,15 @@ def joined(args: argparse.Namespace) -> Iterator[Group | None]:
         group.leave()
     except BaseException as error:
         group.fail(error)
+
+
+def tell(args: argparse.Namespace, mistake: ValueError) -> None:
+    """Says why this process does not take part: here at once, and to the others once they have
+    come. Returns if it is alone."""
+    if (place := find_place(args)) is not None:
+        group = Group(place, args.join_timeout)
+        group.write(verdict(mistake)[1])
+        with contextlib.suppress(ValueError):
+            group.join()
+        group.stderr = open(os.devnull, "w")  # noqa: SIM115
+        group.fail(mistake)
