@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from common.files import first_line
+
 
 class Place(NamedTuple):
     """Which of how many processes this is, and HOST:PORT of process 0."""
@@ -69,10 +71,8 @@ def ask_jax(coordinator: str | None, timeout: float) -> Place:
     try:
         found = detect(coordinator, None, None, None, None, int(timeout))
     except Exception as error:
-        what = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"the cluster does not say which process this is ({what}): {hint}"
-        ) from None
+        what = f"the cluster does not say which process this is ({first_line(error)})"
+        raise ValueError(f"{what}: {hint}") from None
     address, count, process, devices = found
     if address is None or count is None or process is None:
         raise ValueError(f"nothing here says which of how many processes this is: {hint}")

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TextIO
 import jax
 
 from common.cluster import Place, find_place
+from common.files import first_line
 from common.preflight import differences, numbered
 
 GRACE = 1.0  # seconds in which a process may find out itself what another one tells it
@@ -237,17 +238,23 @@ class Group:
         return prompts
 
     def start(self) -> None:
-        """Starts `jax.distributed`."""
+        """Starts `jax.distributed`, and the devices of all processes."""
         self.started = True
+        if jax.config.jax_platforms == "cpu":  # type: ignore[attr-defined]
+            check_name(self.peers)
         jax.config.update("jax_enable_preemption_service", False)  # it would ignore SIGTERM
-        jax.distributed.initialize(
-            self.place.coordinator,
-            self.place.processes,
-            self.place.process,
-            self.place.devices,
-            cluster_detection_method="deactivate",  # which is done
-            initialization_timeout=max(int(self.timeout), 10),
-        )
+        try:
+            jax.distributed.initialize(
+                self.place.coordinator,
+                self.place.processes,
+                self.place.process,
+                self.place.devices,
+                cluster_detection_method="deactivate",  # which is done
+                initialization_timeout=max(int(self.timeout), 10),
+            )
+            jax.devices()
+        except RuntimeError as error:
+            raise ValueError(f"jax.distributed does not start: {first_line(error)}") from None
 
     def leave(self) -> None:
         """Waits until all processes have done their part, and stops `jax.distributed`."""
@@ -284,6 +291,21 @@ class Group:
         os._exit(code)  # at a regular end, JAX would wait for the others
 
 
+def check_name(peers: list[Peer]) -> None:
+    """ValueError if the CPUs of other hosts could not reach this one: Gloo, through which they
+    talk, gives them the address for which the host's own name stands."""
+    name, address = socket.gethostname(), "no address"
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(name)
+    pairs = [(peer.connection.getsockname()[0], peer.connection.getpeername()[0]) for peer in peers]
+    elsewhere = any(here != there for here, there in pairs)
+    if address == "no address" or (elsewhere and address.startswith("127.")):
+        raise ValueError(
+            f"this host's name, {name}, stands for {address}; in /etc/hosts, give it the address "
+            "by which other hosts reach it"
+        )
+
+
 def verdict(error: BaseException) -> tuple[int, list[str]]:
     """The exit code for what ended a command, and what there is to say."""
     if isinstance(error, BrokenPipeError):
@@ -294,6 +316,8 @@ def verdict(error: BaseException) -> tuple[int, list[str]]:
         return int(error.code or 0), []
     if isinstance(error, (ValueError, OSError)):
         return 2, str(error).splitlines()
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return 2, [first_line(error)]
     return DEATH, traceback.format_exception_only(error)[-1].splitlines()
 
 

@@ -229,6 +229,7 @@ def test_a_conversation_is_refused(pair):
     assert lines == [["error: --chat talks to one process, and here are several"]] * 2
 
 
+@pytest.mark.full
 def test_a_stranger_on_the_port_of_process_0_is_ignored(start):
     port = free_port()
     where = ["--coordinator", f"127.0.0.1:{port}", "--join-timeout", "6"]
@@ -255,7 +256,9 @@ def speaking(pair):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
 def test_a_process_that_is_killed_ends_the_other_with_one_line(pair, victim, number):
     both = speaking(pair)
     both[victim].send_signal(number)
@@ -268,6 +271,7 @@ def test_a_process_that_is_killed_ends_the_other_with_one_line(pair, victim, num
     assert both[victim].returncode == -number
 
 
+@pytest.mark.full
 def test_ctrl_c_on_one_process_ends_the_other_with_one_line(pair):
     both = speaking(pair)
     both[1].send_signal(signal.SIGINT)
@@ -276,6 +280,7 @@ def test_ctrl_c_on_one_process_ends_the_other_with_one_line(pair):
     assert first[2] == f"error: process 1 on {socket.gethostname()} was interrupted\n"
 
 
+@pytest.mark.full
 def test_a_reader_that_goes_away_ends_all_without_a_word(pair):
     both = speaking(pair)
     both[0].stdout.close()
