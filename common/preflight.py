@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from common.hub import FILES
+from common.hub import FILES, OTHER_LAYOUTS
 from common.load import folder, read_shape
 
 # Options that may differ: where things are, and which process this is.
@@ -23,7 +23,10 @@ Report = dict[str, str | None]  # by what it is about; None where this process c
 
 
 def report(module: ModuleType, args: argparse.Namespace) -> Report:
-    """What this process has: versions, code, options, and the files of the checkpoint."""
+    """What this process has: versions, code, options, and the files of the checkpoint.
+
+    ValueError or OSError if there is no such checkpoint.
+    """
     found: Report = {"Python": platform.python_version()}
     for package in ("jax", "jaxlib", "libtpu"):
         try:
@@ -47,7 +50,8 @@ def report(module: ModuleType, args: argparse.Namespace) -> Report:
 
 
 def is_of_checkpoint(file: Path) -> bool:
-    return any(fnmatch(file.name, pattern) for pattern in FILES)
+    known, other = (any(fnmatch(file.name, p) for p in group) for group in (FILES, OTHER_LAYOUTS))
+    return known and not other
 
 
 def contents(file: Path) -> str:
