@@ -17,6 +17,7 @@ from test_families import FAMILIES, fixtures, meshes
 
 from common import cluster
 from common.arguments import read_host_options
+from common.preflight import differences
 from common.sharding import parse_mesh
 
 EMBEDDED = ROOT / "llama3" / "embedded"
@@ -31,8 +32,8 @@ def free_port():
 
 @pytest.fixture
 def start():
-    """Starts a Python process with CPU devices of its own; whatever still runs ends with the
-    test."""
+    """Starts a Python process with CPU devices of its own, which ends with the test at last. Its
+    standard input stays open if `stdin` is None."""
     running = []
 
     def call(command, devices=2, stdin="", **environment):
@@ -47,9 +48,10 @@ def start():
             text=True,
         )
         running.append(process)
-        with process.stdin:
-            process.stdin.write(stdin)
-        process.stdin = None
+        if stdin is not None:
+            with process.stdin:
+                process.stdin.write(stdin)
+            process.stdin = None
         return process
 
     yield call
@@ -218,6 +220,43 @@ def test_a_mistake_in_one_process_ends_the_others_with_a_line_that_names_it(
     assert lines[1 - process][0].startswith(f"error: process {process} on {here}: {message}")
 
 
+def test_damage_that_one_process_finds_while_it_loads_ends_the_others_too(pair, tmp_path):
+    """The sizes of all files are alike."""
+    for i in range(2):
+        shutil.copytree(EMBEDDED, tmp_path / f"{i}")
+    weights = tmp_path / "1" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b"embed_tokens", b"embed_jokers", 1))
+    lines = refused(pair("--prompt", "x", mine=[["--ckpt", tmp_path / f"{i}"] for i in range(2)]))
+    here = f"error: process 1 on {socket.gethostname()}: "
+    assert len(lines[0]) > 0 and all(line.startswith(here) for line in lines[0])
+    assert lines[0] == [line.replace("error: ", here) for line in lines[1]]
+    assert any("embed_jokers" in line for line in lines[1])
+
+
+@pytest.mark.parametrize(
+    ("processes", "message"),
+    [
+        (("0/2", "1/3"), "process 1 on {0} is one of 3 processes, but process 0 is one of 2"),
+        (("0/3", "1/3", "1/3"), "two processes are process 1 of 3: on {0} and {0}"),
+    ],
+)
+def test_processes_that_do_not_fit_together_are_named(start, processes, message):
+    where = ["--coordinator", f"127.0.0.1:{free_port()}", "--process"]
+    lines = refused([start(["-m", "llama3.main", *where, i]) for i in processes])
+    assert lines == [["error: " + message.format(socket.gethostname())]] * len(processes)
+
+
+def test_a_process_that_dies_while_another_reads_its_prompt_ends_it(start):
+    where = ["--coordinator", f"127.0.0.1:{free_port()}", "--process"]
+    first = start(["-m", "llama3.main", *where, "0/2"], stdin=None)
+    second = start(["-m", "llama3.main", *where, "1/2"])
+    with pytest.raises(subprocess.TimeoutExpired):
+        first.wait(6)
+    second.kill()
+    first.wait(PROMPTLY)
+    assert first.stderr.read() == f"error: process 1 on {socket.gethostname()} has died\n"
+
+
 def test_a_mistake_of_all_is_said_by_each_as_its_own(pair):
     lines = refused(pair("--prompt", "x", "--mesh", "tensor=2"))
     assert lines[0] == lines[1] and len(lines[0]) == 1
@@ -287,6 +326,19 @@ def test_a_reader_that_goes_away_ends_all_without_a_word(pair):
     both[0].stdout = None
     codes = [(process.communicate(timeout=120)[1], process.returncode) for process in both]
     assert codes == [("", 0)] * 2
+
+
+# ---- what is compared
+
+
+def test_a_difference_names_all_processes_and_passes_over_those_that_cannot_say():
+    reports = {i: {"jax": "1" if i == 3 else "2", "prompts": None if i else "a"} for i in range(4)}
+    assert differences(reports) == ["jax differs: 2 in processes 0, 1, 2; 1 in process 3"]
+    reports[2]["file"], reports[1]["prompts"] = "5 bytes", "b"
+    assert differences(reports)[1:] == [
+        "prompts differs: a in process 0; b in process 1",
+        "file differs: missing in processes 0, 1, 3; 5 bytes in process 2",
+    ]
 
 
 # ---- where a process stands
