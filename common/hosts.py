@@ -30,6 +30,7 @@ from common.preflight import differences, numbered
 
 GRACE = 1.0  # seconds in which a process may find out itself what another one tells it
 DEATH = 1  # the exit code after one
+REMEDY = "--join-timeout waits longer, --no-distributed runs alone"
 HELLO_S = 5.0  # in which whoever connects must say who it is
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
@@ -91,7 +92,7 @@ def listen(place: Place, timeout: float) -> list[Peer]:
     missing = sorted(set(range(1, place.processes)) - {peer.process for peer in came})
     if missing and not wrong:
         late = f"{numbered(missing)} of {place.processes} did not come within {timeout:g} s"
-        wrong = [f"{late} (see --join-timeout)"]
+        wrong = [f"{late} ({REMEDY})"]
     if wrong:
         for peer in came:
             peer.send(end=2, lines=wrong)
@@ -135,7 +136,7 @@ def connect(place: Place, timeout: float) -> Peer:
             if time.monotonic() > deadline:
                 raise Disagreement(
                     f"process 0 of {place.processes} did not answer at {place.coordinator} within "
-                    f"{timeout:g} s ({error.strerror or error}; see --join-timeout)"
+                    f"{timeout:g} s ({error.strerror or error}; {REMEDY})"
                 ) from None
             time.sleep(0.1)
     connection.settimeout(None)
