@@ -64,7 +64,7 @@ def peak_memory() -> dict[str, float]:
 
 def our_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     """The library as its command line sets it up, and what to know about it."""
-    configure_jax({}, compile_cache=True, distributed=False)
+    configure_jax({}, compile_cache=True, group=None)
     module, began = importlib.import_module(f"{spec['model']}.model"), time.perf_counter()
     options = dict(dtype=spec["dtype"], quant=spec["quant"], random=spec["random"])
     model = load(module, spec["ckpt"], **options)

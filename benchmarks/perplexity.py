@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if args.window < 2 or args.batch < 1:
             raise ValueError("--window must be at least 2, and --batch at least 1")
-        configure_jax({}, compile_cache=True, distributed=False)
+        configure_jax({}, compile_cache=True, group=None)
         results = []
         for precision in PRECISIONS:
             sys.stderr.write(f"{precision.name} ...\n")

@@ -1,7 +1,9 @@
 """The options of every model's command line."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 EXAMPLES = """
 examples:
@@ -14,8 +16,15 @@ examples:
 """
 
 
+class Parser(argparse.ArgumentParser):
+    """One whose mistakes are told as all others are."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see --help)")
+
+
 def parser(name: str) -> argparse.ArgumentParser:
-    ap = argparse.ArgumentParser(
+    ap = Parser(
         prog=f"python -m {name}.main",
         description=f"Generate text with a checkpoint of {name} on CPU, GPU or TPU.",
         epilog=EXAMPLES.format(name=name),
@@ -110,9 +119,33 @@ def parser(name: str) -> argparse.ArgumentParser:
     run.add_argument(
         "--no-compile-cache", action="store_true", help="do not keep compiled programs between runs"
     )
-    run.add_argument(
-        "--distributed",
-        action="store_true",
-        help="one of several processes (a TPU pod): run it on each",
-    )
+    add_host_options(ap)
     return ap
+
+
+def add_host_options(ap: argparse.ArgumentParser) -> None:
+    """Which of several processes this is."""
+    hosts = ap.add_argument_group("several processes (see docs/multi_host.md)")
+    hosts.add_argument(
+        "--distributed",
+        action=argparse.BooleanOptionalAction,
+        help="the same command runs on every host (default: if the cluster's environment says so)",
+    )
+    hosts.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of process 0, where the environment names none"
+    )
+    hosts.add_argument("--process", metavar="I/N", help="this is process I, from 0, of N")
+    hosts.add_argument(
+        "--join-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds in which all processes must have come (default: 60)",
+    )
+
+
+def read_host_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """These options alone, of a command line that may have mistakes elsewhere."""
+    ap = Parser(add_help=False, allow_abbrev=False)
+    add_host_options(ap)
+    return ap.parse_known_args(argv)[0]

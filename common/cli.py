@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from common.arguments import parser
+from common.arguments import parser, read_host_options
 from common.bandwidth import experts_read, parallel_readers, read_bandwidth, step_bytes
 from common.checkpoint import progress_bar
 from common.converse import (
@@ -29,7 +29,9 @@ from common.converse import (
     make_request,
     read_prompts,
 )
+from common.hosts import Group, joined, tell
 from common.load import Model, open_model, read_weights
+from common.preflight import check_all_used, report
 from common.serve import Session, cache_dtype, check_request, start_session
 from common.sharding import DATA, axes_of, make_mesh, parse_mesh, round_up
 
@@ -44,12 +46,12 @@ def has_accelerator() -> bool:
     return google or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
 
 
-def configure_jax(axes: dict[str, int], compile_cache: bool, distributed: bool) -> None:
+def configure_jax(axes: dict[str, int], compile_cache: bool, group: Group | None) -> None:
     """Settings that must come before the first device is touched."""
     if not os.environ.get("JAX_PLATFORMS") and not has_accelerator():
         # A libtpu that finds no TPU complains at length, and crashes the profiler.
         jax.config.update("jax_platforms", "cpu")
-    need = math.prod(axes.values())
+    need = math.ceil(math.prod(axes.values()) / (group.place.processes if group else 1))
     if need > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # A mesh can be tried on a laptop; other platforms ignore this.
         jax.config.update("jax_num_cpu_devices", need)
@@ -58,8 +60,26 @@ def configure_jax(axes: dict[str, int], compile_cache: bool, distributed: bool) 
         jax.config.update("jax_compilation_cache_dir", str(Path(home) / "folio" / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    if distributed:
-        jax.distributed.initialize()
+    if group:
+        group.start()
+
+
+def parse(name: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options. A mistake in them is told to the other processes, if there are any."""
+    try:
+        return parser(name).parse_args(argv)
+    except ValueError as mistake:
+        with contextlib.suppress(ValueError):
+            tell(read_host_options(argv), mistake)
+        raise
+
+
+def agree(group: Group, module: ModuleType, args: argparse.Namespace) -> None:
+    """Goes on once all processes have the same, and with the prompts of process 0."""
+    if args.chat:
+        raise ValueError("--chat talks to one process, and here are several")
+    prompts = read_prompts(args) if group.place.process == 0 else []
+    args.prompt, args.prompts = group.agree(report(module, args), prompts), None
 
 
 def open_from(module: ModuleType, args: argparse.Namespace, prompts: int) -> Model:
@@ -190,10 +210,8 @@ def mistakes_on_one_line() -> Iterator[None]:
 
 
 def write(text: str) -> None:
-    """Text on stdout, from one of many hosts."""
-    if jax.process_index() == 0:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 @mistakes_on_one_line()
@@ -202,21 +220,32 @@ def main(
 ) -> None:
     """Runs the command line of a model file: checks everything, then loads, then generates.
     `drafting` is the module that takes its place with --draft."""
-    args = parser(str(module.__package__)).parse_args(argv)
+    args = parse(str(module.__package__), argv)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    with contextlib.nullcontext() if args.dry_run else joined(args) as group:
+        run(module, args, drafting, group)
+
+
+def run(
+    module: ModuleType, args: argparse.Namespace, drafting: ModuleType | None, group: Group | None
+) -> None:
     if args.draft:
         if drafting is None:
             raise ValueError(f"--draft: files of {module.__package__} hold no layer that drafts")
         module = drafting
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     check_options(args)
     if args.dry_run:
         from common.dryrun import print_dry_runs  # which a run does not wait for
 
         jax.config.update("jax_platforms", "cpu")
         return print_dry_runs(module, args)
-    configure_jax(parse_mesh(",".join(args.mesh)), not args.no_compile_cache, args.distributed)
+    axes = parse_mesh(",".join(args.mesh))
+    if group:
+        agree(group, module, args)
+    configure_jax(axes, not args.no_compile_cache, group)
     texts = [] if args.chat else read_prompts(args)
     model = open_from(module, args, max(1, len(texts)))
+    check_all_used(model.mesh)
     job, sizes = plan_chat(model, args) if args.chat else plan_prompts(model, args, texts)
     began = time.perf_counter()
     model = read_weights(model, progress_bar(sys.stderr), args.seed)
@@ -225,7 +254,6 @@ def main(
     answer: Any = converse if args.chat else answer_prompts
     with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
         interrupted = answer(session, args, job, write)
-    if jax.process_index() == 0:
-        sys.stderr.write(f"[{summary(session, load_s)}]\n")
+    sys.stderr.write(f"[{summary(session, load_s)}]\n")
     if interrupted:
         sys.exit(130)

@@ -19,6 +19,7 @@ from common.files import read_json
 from common.quant import Storage
 from common.sampling import sampling_params
 from common.score import logits
+from common.serve import fetch
 from common.sharding import DATA, P, Shards, make_mesh, model_shards, parse_mesh
 
 ROOT = Path(__file__).parent.parent
@@ -152,7 +153,7 @@ def forward(
     model, config, weights, mesh, *_ = engine
     tokens_BT, end_B = (jnp.asarray(x, jnp.int32) for x in (tokens_BT, end_B))
     logits, cache = _logits(weights, cache, tokens_BT, end_B, model, config, mesh, implementation)
-    return np.asarray(logits), cache
+    return fetch(logits), cache
 
 
 def prefill(

@@ -1,0 +1,91 @@
+"""Which of several processes this is: from options, variables, or the cluster that started them."""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from common.files import first_line
+
+
+class Place(NamedTuple):
+    """Which of how many processes this is, and HOST:PORT of process 0."""
+
+    coordinator: str
+    process: int
+    processes: int
+    devices: Sequence[int] | None = None  # of this machine that this process uses; None: all
+
+
+def find_place(args: argparse.Namespace) -> Place | None:
+    """From the options, from variables or from the cluster; None for a process alone."""
+    if args.distributed is False:
+        return None
+    env = os.environ
+    coordinator = args.coordinator or env.get("JAX_COORDINATOR_ADDRESS")
+    index = args.process
+    if index is None and "JAX_PROCESS_ID" in env and "JAX_NUM_PROCESSES" in env:
+        index = f"{env['JAX_PROCESS_ID']}/{env['JAX_NUM_PROCESSES']}"
+    told = bool(args.distributed or coordinator or index is not None)
+    place: Place | None
+    if coordinator and index is not None:
+        place = Place(coordinator, *parse_process(index))
+    elif told or has_cluster_variables():
+        place = ask_jax(coordinator, args.join_timeout)
+    else:
+        place = pod_of_tpu_vm(args.join_timeout)
+    if place is None or place.processes == 1:
+        return None
+    host, _, port = place.coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"{place.coordinator!r}, where process 0 listens, is not HOST:PORT")
+    return place
+
+
+def parse_process(text: str) -> tuple[int, int]:
+    process, _, count = text.partition("/")
+    if not (process.isdecimal() and count.isdecimal() and int(process) < int(count)):
+        raise ValueError(f"--process {text!r}: expected I/N, from 0/N to N-1/N")
+    return int(process), int(count)
+
+
+def has_cluster_variables() -> bool:
+    """Whether variables alone say that this is one of several processes. Not those of an allocation
+    without a step, nor of a Kubernetes job whose image is not made for `jax.distributed`."""
+    env = os.environ
+    tasks = [env.get(name, "1") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")]
+    workers = env.get("TPU_PROCESS_ADDRESSES") or env.get("TPU_WORKER_HOSTNAMES") or ""
+    pod = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= set(env)
+    return any(x != "1" for x in tasks) or "," in workers or (pod and bool(find_spec("kubernetes")))
+
+
+def ask_jax(coordinator: str | None, timeout: float) -> Place:
+    """What `jax.distributed` detects; ValueError if that is not enough."""
+    # Private: the public `initialize` tells what it found only once all processes have come.
+    from jax._src.clusters import ClusterEnv
+
+    hint = "give --coordinator HOST:PORT --process I/N on each, or --no-distributed"
+    detect = ClusterEnv.auto_detect_unset_distributed_params
+    try:
+        found = detect(coordinator, None, None, None, None, int(timeout))
+    except Exception as error:
+        what = f"the cluster does not say which process this is ({first_line(error)})"
+        raise ValueError(f"{what}: {hint}") from None
+    address, count, process, devices = found
+    if address is None or count is None or process is None:
+        raise ValueError(f"nothing here says which of how many processes this is: {hint}")
+    if "JAX_LOCAL_DEVICE_IDS" in os.environ:
+        devices = None  # as `initialize` reads it
+    return Place(address, process, count, devices)
+
+
+def pod_of_tpu_vm(timeout: float) -> Place | None:
+    """The place in a pod of TPU machines, whose metadata server alone knows it."""
+    from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
+
+    if running_in_cloud_tpu_vm:
+        with contextlib.suppress(ValueError):  # one machine that has no such server
+            return ask_jax(None, timeout)
+    return None

@@ -1,0 +1,350 @@
+"""Several processes that run one command: they find each other, compare what they have before any
+long work, and end together.
+
+Each process has a TCP connection to process 0 from before `jax.distributed` starts until all are
+done. Over it go lines of JSON: "hello" (who I am), "report" (what I have), "go" (all have the same,
+and these are the prompts), "done", and "end" (stop, with this exit code and these lines). A
+connection that closes without "done" is a process that died. JAX itself would notice that after
+minutes, or abort with a page of its own.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any, NoReturn, TextIO
+
+import jax
+
+from common.cluster import Place, find_place
+from common.files import first_line
+from common.preflight import differences, numbered
+
+GRACE = 1.0  # seconds in which a process may find out itself what another one tells it
+DEATH = 1  # the exit code after one
+REMEDY = "--join-timeout waits longer, --no-distributed runs alone"
+HELLO_S = 5.0  # in which whoever connects must say who it is
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+
+class Disagreement(ValueError):
+    """What is wrong with several processes together."""
+
+
+# ---- lines
+
+
+class Peer:
+    """A connection to another process."""
+
+    def __init__(self, connection: socket.socket, lines: TextIO, process: int, host: str):
+        self.connection, self.lines, self.process, self.host = connection, lines, process, host
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):  # as the system calls it
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+    def send(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # gone, which its watcher sees
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def receive(lines: TextIO) -> dict[str, Any] | None:
+    """The next message; None at the end, or when it is none."""
+    try:
+        message = json.loads(lines.readline())
+    except (OSError, ValueError):
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def listen(place: Place, timeout: float) -> list[Peer]:
+    """The other processes, all of them; Disagreement says which are missing."""
+    port = place.coordinator.rpartition(":")[2]
+    address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{port}"
+    host, _, port = address.rpartition(":")
+    dual = host == "[::]" and socket.has_dualstack_ipv6()
+    bind = ("" if host == "[::]" else host.strip("[]"), int(port))
+    family = socket.AF_INET6 if dual or ":" in bind[0] else socket.AF_INET
+    try:
+        server = socket.create_server(bind, family=family, dualstack_ipv6=dual, backlog=1024)
+    except OSError as error:
+        raise ValueError(f"process 0 cannot listen on {address}: {error.strerror}") from None
+    deadline, came, wrong = time.monotonic() + timeout, list[Peer](), list[str]()
+    # Closed before JAX listens on the same port; the connections remain.
+    with server, contextlib.suppress(TimeoutError):
+        while len(came) < place.processes - 1 and not wrong:
+            server.settimeout(max(deadline - time.monotonic(), 0.01))
+            if (hello := greet(server.accept()[0])) is not None:
+                wrong = misplaced(*hello, place, came)
+                came.append(hello[0])
+    missing = sorted(set(range(1, place.processes)) - {peer.process for peer in came})
+    if missing and not wrong:
+        late = f"{numbered(missing)} of {place.processes} did not come within {timeout:g} s"
+        wrong = [f"{late} ({REMEDY})"]
+    if wrong:
+        for peer in came:
+            peer.send(end=2, lines=wrong)
+        raise Disagreement("\n".join(wrong))
+    return came
+
+
+def greet(connection: socket.socket) -> tuple[Peer, int] | None:
+    """Whoever has connected, and how many processes it says there are; None for a stranger."""
+    connection.settimeout(HELLO_S)
+    lines = connection.makefile("r", encoding="utf-8")
+    hello = (receive(lines) or {}).get("hello")
+    if hello is None:
+        connection.close()
+        return None
+    connection.settimeout(None)
+    process, count, host = hello
+    return Peer(connection, lines, process, host), count
+
+
+def misplaced(peer: Peer, count: int, place: Place, came: list[Peer]) -> list[str]:
+    """Why a process is not one of those that are awaited."""
+    if count != place.processes:
+        return [f"{peer} is one of {count} processes, but process 0 is one of {place.processes}"]
+    taken = {0: socket.gethostname(), **{other.process: other.host for other in came}}
+    if (also := taken.get(peer.process)) is not None:
+        return [f"two processes are process {peer.process} of {count}: on {also} and {peer.host}"]
+    return []
+
+
+def connect(place: Place, timeout: float) -> Peer:
+    """The connection to process 0, which may start later."""
+    host, _, port = place.coordinator.rpartition(":")
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            address = host.strip("[]"), int(port)
+            connection = socket.create_connection(address, max(deadline - time.monotonic(), 0.1))
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise Disagreement(
+                    f"process 0 of {place.processes} did not answer at {place.coordinator} within "
+                    f"{timeout:g} s ({error.strerror or error}; {REMEDY})"
+                ) from None
+            time.sleep(0.1)
+    connection.settimeout(None)
+    peer = Peer(connection, connection.makefile("r", encoding="utf-8"), 0, host)
+    peer.send(hello=[place.process, place.processes, socket.gethostname()])
+    return peer
+
+
+# ---- from the first line to the last
+
+
+def quieten(process: int) -> TextIO:
+    """Only process 0 writes from now on, and only what Python writes: Gloo greets on stdout, and
+    XLA prints its stack when another process dies. Returns stderr, for what must be said.
+
+    With TF_CPP_MIN_LOG_LEVEL=0, what the libraries write comes on stderr.
+    """
+    sys.stdout.flush()
+    stdout, stderr = (
+        os.fdopen(os.dup(fd), "w", buffering=1, encoding=stream.encoding, errors=stream.errors)
+        for fd, stream in ((1, sys.stdout), (2, sys.stderr))
+    )
+    nothing = open(os.devnull, "w")  # noqa: SIM115
+    os.dup2(2, 1)
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0":
+        for fd in (1, 2):
+            os.dup2(nothing.fileno(), fd)
+    sys.stdout, sys.stderr = (stdout, stderr) if process == 0 else (nothing, nothing)
+    return stderr
+
+
+class Group:
+    """This process among the others."""
+
+    def __init__(self, place: Place, timeout: float):
+        self.place, self.timeout = place, timeout
+        self.stderr = quieten(place.process)
+        self.peers: list[Peer] = []  # of process 0 all others; of another, process 0
+        self.inbox: queue.Queue[tuple[Peer, str, Any]] = queue.Queue()
+        self.leaving = threading.Event()  # the main thread ends by itself
+        self.ending = threading.Lock()  # held by the thread that ends the process
+        self.started = False
+
+    def join(self) -> None:
+        place, timeout = self.place, self.timeout
+        self.peers = [connect(place, timeout)] if place.process else listen(place, timeout)
+        for peer in self.peers:
+            threading.Thread(target=self.watch, args=(peer,), daemon=True).start()
+
+    def watch(self, peer: Peer) -> None:
+        while message := receive(peer.lines):
+            for kind in {"report", "go", "done"} & set(message):
+                self.inbox.put((peer, kind, message[kind]))
+            if "end" in message:
+                if message["end"] != DEATH:
+                    self.leaving.wait(GRACE)  # the same mistake here, or Ctrl-C, speaks for itself
+                return self.end(message["end"], message["lines"])
+        self.end(DEATH, [f"{peer} has died"])
+
+    def end(self, code: int, lines: list[str]) -> None:
+        """Ends the process, and all others from process 0, unless the main thread does."""
+        with self.ending:
+            if not self.leaving.is_set():
+                self.tell_all(code, lines)
+                self.write(lines)
+                self.wait_for_others()
+                os._exit(code)
+
+    def write(self, lines: list[str]) -> None:
+        with contextlib.suppress(OSError):
+            self.stderr.write("".join(f"error: {line}\n" for line in lines))
+
+    def tell_all(self, code: int, lines: list[str]) -> None:
+        for peer in self.peers:
+            peer.send(end=code, lines=lines)
+
+    def wait_for_others(self) -> None:
+        """Process 0 goes last: without it, JAX aborts the others with a page of its own."""
+        if self.place.process == 0:
+            deadline = time.monotonic() + 3
+            for peer in self.peers:
+                peer.connection.settimeout(max(deadline - time.monotonic(), 0.01))
+                with contextlib.suppress(OSError):
+                    while peer.connection.recv(1 << 16):
+                        pass
+
+    def agree(self, report: dict[str, Any], prompts: list[str]) -> list[str]:
+        """The prompts of process 0, once all processes have reported the same."""
+        if self.place.process:
+            self.peers[0].send(report=report)
+            return self.inbox.get()[2]
+        reports = {0: report}
+        while len(reports) < self.place.processes:
+            peer, _, theirs = self.inbox.get()
+            reports[peer.process] = theirs
+        if wrong := differences(reports):
+            raise Disagreement("\n".join(wrong))
+        for peer in self.peers:
+            peer.send(go=prompts)
+        return prompts
+
+    def start(self) -> None:
+        """Starts `jax.distributed`, and the devices of all processes."""
+        self.started = True
+        if jax.config.jax_platforms == "cpu":  # type: ignore[attr-defined]
+            check_name(self.peers)
+        jax.config.update("jax_enable_preemption_service", False)  # it would ignore SIGTERM
+        try:
+            jax.distributed.initialize(
+                self.place.coordinator,
+                self.place.processes,
+                self.place.process,
+                self.place.devices,
+                cluster_detection_method="deactivate",  # which is done
+                initialization_timeout=max(int(self.timeout), 10),
+            )
+            jax.devices()
+        except RuntimeError as error:
+            raise ValueError(f"jax.distributed does not start: {first_line(error)}") from None
+
+    def leave(self) -> None:
+        """Waits until all processes have done their part, and stops `jax.distributed`."""
+        if self.place.process:
+            self.peers[0].send(done=True)
+            self.inbox.get()
+        else:
+            for _ in self.peers:
+                self.inbox.get()
+            for peer in self.peers:
+                peer.send(done=True)
+        self.leaving.set()
+        if self.started:
+            jax.distributed.shutdown()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends all processes for an error of this one."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        code, lines = verdict(error)
+        if self.started and lines:
+            time.sleep(3 * GRACE)  # what another one did shows as an error here, too
+        with self.ending:
+            self.leaving.set()
+        if code == DEATH:
+            traceback.print_exception(error, file=self.stderr)
+        else:
+            self.write(lines)
+        me = f"process {self.place.process} on {socket.gethostname()}"
+        told = lines if isinstance(error, Disagreement) else [f"{me}: {line}" for line in lines]
+        self.tell_all(code, [f"{me} was interrupted"] if code == 130 else told)
+        self.wait_for_others()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)  # at a regular end, JAX would wait for the others
+
+
+def check_name(peers: list[Peer]) -> None:
+    """ValueError if the CPUs of other hosts could not reach this one: Gloo, through which they
+    talk, gives them the address for which the host's own name stands."""
+    name, address = socket.gethostname(), "no address"
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(name)
+    pairs = [(peer.connection.getsockname()[0], peer.connection.getpeername()[0]) for peer in peers]
+    elsewhere = any(here != there for here, there in pairs)
+    if address == "no address" or (elsewhere and address.startswith("127.")):
+        raise ValueError(
+            f"this host's name, {name}, stands for {address}; in /etc/hosts, give it the address "
+            "by which other hosts reach it"
+        )
+
+
+def verdict(error: BaseException) -> tuple[int, list[str]]:
+    """The exit code for what ended a command, and what there is to say."""
+    if isinstance(error, BrokenPipeError):
+        return 0, []
+    if isinstance(error, KeyboardInterrupt):
+        return 130, []
+    if isinstance(error, SystemExit):
+        return int(error.code or 0), []
+    if isinstance(error, (ValueError, OSError)):
+        return 2, str(error).splitlines()
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return 2, [first_line(error)]
+    return DEATH, traceback.format_exception_only(error)[-1].splitlines()
+
+
+@contextlib.contextmanager
+def joined(args: argparse.Namespace) -> Iterator[Group | None]:
+    """The other processes that run the same command; None for a process alone. Whatever ends the
+    body ends all of them."""
+    if (place := find_place(args)) is None:
+        yield None
+        return
+    group = Group(place, args.join_timeout)
+    try:
+        group.join()
+        yield group
+        group.leave()
+    except BaseException as error:
+        group.fail(error)
+
+
+def tell(args: argparse.Namespace, mistake: ValueError) -> None:
+    """Says why this process does not take part: here at once, and to the others once they have
+    come. Returns if it is alone."""
+    if (place := find_place(args)) is not None:
+        group = Group(place, args.join_timeout)
+        group.write(verdict(mistake)[1])
+        with contextlib.suppress(ValueError):
+            group.join()
+        group.stderr = open(os.devnull, "w")  # noqa: SIM115
+        group.fail(mistake)

@@ -1,0 +1,429 @@
+"""Several processes on one machine, as on many hosts: they compute what one computes, say what is
+wrong before they load, and none outlives another."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from engine import ENVIRONMENT, ROOT
+from test_families import FAMILIES, fixtures, meshes
+
+from common import cluster
+from common.arguments import read_host_options
+from common.preflight import differences
+from common.sharding import parse_mesh
+
+EMBEDDED = ROOT / "llama3" / "embedded"
+PROMPTLY = 20  # seconds, of which a busy machine needs most; without our care it is minutes
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture
+def start():
+    """Starts a Python process with CPU devices of its own, which ends with the test at last. Its
+    standard input stays open if `stdin` is None."""
+    running = []
+
+    def call(command, devices=2, stdin="", **environment):
+        flags = f"--xla_force_host_platform_device_count={devices} {ENVIRONMENT['XLA_FLAGS']}"
+        flags += " --xla_backend_optimization_level=0"  # with --all, too: programs run once
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            cwd=ROOT,
+            env={**ENVIRONMENT, "XLA_FLAGS": flags, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        if stdin is not None:
+            with process.stdin:
+                process.stdin.write(stdin)
+            process.stdin = None
+        return process
+
+    yield call
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def pair(start):
+    """Two processes of the command line; `mine` are the options of each alone."""
+
+    def call(*options, mine=((), ()), stdin=("", "")):
+        where = ["--coordinator", f"127.0.0.1:{free_port()}", "--mesh", "tensor=4"]
+        return [
+            start(
+                ["-m", "llama3.main", *where, "--process", f"{i}/2", *options, *mine[i]],
+                stdin=stdin[i],
+            )
+            for i in range(2)
+        ]
+
+    return call
+
+
+def ends(processes):
+    """(exit code, stdout, stderr) of each."""
+    out = []
+    for process in processes:
+        text, errors = process.communicate(timeout=120)
+        assert "Traceback" not in errors, errors
+        out.append((process.returncode, text, errors))
+    return out
+
+
+# ---- the same numbers
+
+
+def on_all_eight(family):
+    """A variant, and a mesh of all eight devices that it fits."""
+    for variant in (*FAMILIES[family].precise, *fixtures(family)):
+        for axes in meshes(family, variant):
+            if np.prod([*parse_mesh(axes).values()]) == 8:
+                return variant, axes
+    raise AssertionError(f"no variant of {family} fits eight devices")
+
+
+ANSWERS = """
+import sys
+sys.path.insert(0, "tests")
+from common.arguments import read_host_options
+from common.hosts import joined
+from common.load import Model
+from common.serve import Request, serve, start_session
+from engine import CAPACITY, goldens, load
+from golden import SLOTS, assert_golden, prompt_logits
+
+family, variant, axes, *place = sys.argv[1:]
+with joined(read_host_options(place)) as group:
+    group.start()
+    engine, prompts = load(family, variant, axes), goldens(family, variant)
+    module, config, weights, mesh, *_ = engine
+    assert len({d.process_index for d in mesh.devices.flat}) == 2 and mesh.size == 8
+    assert_golden(prompt_logits(engine), engine, atol=1e-4)
+    model = Model(module, config, mesh, weights, None, "float32", None, None)
+    requests = [Request(p.tokens.tolist(), len(p.greedy)) for p in prompts]
+    tokens = [[] for _ in requests]
+    for event in serve(start_session(model, SLOTS, CAPACITY, "float32"), requests):
+        tokens[event.request].append(event.token)
+    assert tokens == [p.greedy.tolist() for p in prompts]
+    print("equal")
+"""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f == "llama3" else pytest.mark.full) for f in FAMILIES]
+)
+def test_two_processes_give_the_logits_and_greedy_texts_of_transformers(start, family):
+    """Which are those of one process on one device, as test_families holds."""
+    variant, axes = on_all_eight(family)
+    place = ["--coordinator", f"127.0.0.1:{free_port()}", "--process"]
+    command = ["-c", ANSWERS, family, variant, axes, *place]
+    first, second = ends([start([*command, f"{i}/2"], devices=4) for i in range(2)])
+    assert (first[0], first[2]) == (0, "") and first[1].endswith("equal\n"), first
+    assert second == (0, "", "")
+
+
+def test_prompts_on_the_standard_input_of_process_0_reach_all(pair):
+    """And its stdout holds the text alone, that of one process; another's holds nothing."""
+    options = ["--max-new-tokens", "8", "--max-len", "64", "--json", "--dtype", "float32"]
+    first, second = ends(pair(*options, stdin=("KING.", "another")))
+    assert (first[0], second) == (0, (0, "", ""))
+    assert first[2].startswith("[load") and first[2].count("\n") == 1
+    record = json.loads(first[1])
+    alone = [sys.executable, "-m", "llama3.main", *options, "--prompt", "KING."]
+    one = subprocess.run(alone, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
+    assert record["prompt"] == "KING." and record["tokens"] == json.loads(one.stdout)["tokens"]
+
+
+# ---- what is wrong is said before anything is loaded
+
+
+def refused(processes):
+    """The lines with which all processes end."""
+    began = time.monotonic()
+    out = ends(processes)
+    assert [(code, text) for code, text, _ in out] == [(2, "")] * len(out), out
+    print(f"{time.monotonic() - began:.1f} s until all had ended")
+    assert time.monotonic() - began < PROMPTLY
+    return [errors.splitlines() for *_, errors in out]
+
+
+def test_a_process_that_does_not_come_is_named_within_the_time_given(start):
+    where = ["--coordinator", f"127.0.0.1:{free_port()}", "--join-timeout", "5"]
+    command = ["-m", "llama3.main", *where, "--process"]
+    first, second = refused([start([*command, f"{i}/4"]) for i in (0, 2)])
+    assert first == second and len(first) == 1
+    assert first[0].startswith("error: processes 1, 3 of 4 did not come within 5 s (--join-timeout")
+
+
+def test_process_0_that_does_not_come_is_named_with_its_address(start):
+    where = f"127.0.0.1:{free_port()}"
+    command = ["-m", "llama3.main", "--coordinator", where, "--join-timeout", "3"]
+    ((line,),) = refused([start([*command, "--process", "1/2"])])
+    assert line.startswith(f"error: process 0 of 2 did not answer at {where} within 3 s (")
+
+
+def test_all_that_differs_is_said_a_line_each_on_every_process(pair, tmp_path):
+    """Options, the config, and a file of weights that one has cut off and one has not."""
+    for i in range(2):
+        shutil.copytree(EMBEDDED, tmp_path / f"{i}")
+    config = tmp_path / "1" / "config.json"
+    config.write_text(config.read_text().replace("{", "{ ", 1))
+    weights = tmp_path / "1" / "model.safetensors"
+    os.truncate(weights, size := weights.stat().st_size - 8)
+    (tmp_path / "0" / "model-2.safetensors").write_bytes(b"12345")
+    mine = [["--ckpt", tmp_path / f"{i}"] for i in range(2)]
+    first, second = refused(pair("--prompt", "x", mine=(mine[0], [*mine[1], "--seed", "3"])))
+    assert first == second
+    a, b, *rest = sorted(first)
+    assert a == "error: --seed differs: 0 in process 0; 3 in process 1"
+    assert b.startswith("error: config.json differs: ") and " bytes (" in b
+    assert rest == [
+        "error: model-2.safetensors differs: 5 bytes in process 0; missing in process 1",
+        "error: model.safetensors differs: "
+        f"{size + 8} bytes in process 0; {size} bytes in process 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("process", "options", "message"),
+    [
+        (0, ["--bogus"], "unrecognized arguments: --bogus (see --help)"),
+        (1, ["--max-new-tokens", "x"], "argument --max-new-tokens: invalid int value: 'x'"),
+        (1, ["--ckpt", "/nowhere/at/all"], "'/nowhere/at/all' is neither a directory nor a hub id"),
+    ],
+)
+def test_a_mistake_in_one_process_ends_the_others_with_a_line_that_names_it(
+    pair, process, options, message
+):
+    mine = [options if i == process else [] for i in range(2)]
+    lines = refused(pair("--prompt", "x", mine=mine))
+    assert len(lines[process]) == len(lines[1 - process]) == 1
+    assert lines[process][0].startswith(f"error: {message}")
+    here = socket.gethostname()
+    assert lines[1 - process][0].startswith(f"error: process {process} on {here}: {message}")
+
+
+def test_damage_that_one_process_finds_while_it_loads_ends_the_others_too(pair, tmp_path):
+    """The sizes of all files are alike."""
+    for i in range(2):
+        shutil.copytree(EMBEDDED, tmp_path / f"{i}")
+    weights = tmp_path / "1" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b"embed_tokens", b"embed_jokers", 1))
+    lines = refused(pair("--prompt", "x", mine=[["--ckpt", tmp_path / f"{i}"] for i in range(2)]))
+    here = f"error: process 1 on {socket.gethostname()}: "
+    assert len(lines[0]) > 0 and all(line.startswith(here) for line in lines[0])
+    assert lines[0] == [line.replace("error: ", here) for line in lines[1]]
+    assert any("embed_jokers" in line for line in lines[1])
+
+
+@pytest.mark.parametrize(
+    ("processes", "message"),
+    [
+        (("0/2", "1/3"), "process 1 on {0} is one of 3 processes, but process 0 is one of 2"),
+        (("0/3", "1/3", "1/3"), "two processes are process 1 of 3: on {0} and {0}"),
+    ],
+)
+def test_processes_that_do_not_fit_together_are_named(start, processes, message):
+    where = ["--coordinator", f"127.0.0.1:{free_port()}", "--process"]
+    lines = refused([start(["-m", "llama3.main", *where, i]) for i in processes])
+    assert lines == [["error: " + message.format(socket.gethostname())]] * len(processes)
+
+
+def test_a_process_that_dies_while_another_reads_its_prompt_ends_it(start):
+    where = ["--coordinator", f"127.0.0.1:{free_port()}", "--process"]
+    first = start(["-m", "llama3.main", *where, "0/2"], stdin=None)
+    second = start(["-m", "llama3.main", *where, "1/2"])
+    with pytest.raises(subprocess.TimeoutExpired):
+        first.wait(6)
+    second.kill()
+    first.wait(PROMPTLY)
+    assert first.stderr.read() == f"error: process 1 on {socket.gethostname()} has died\n"
+
+
+def test_a_mistake_of_all_is_said_by_each_as_its_own(pair):
+    lines = refused(pair("--prompt", "x", "--mesh", "tensor=2"))
+    assert lines[0] == lines[1] and len(lines[0]) == 1
+    assert "data=1,expert=1,tensor=2 holds no device of process 1" in lines[0][0]
+
+
+def test_a_conversation_is_refused(pair):
+    lines = refused(pair("--chat"))
+    assert lines == [["error: --chat talks to one process, and here are several"]] * 2
+
+
+@pytest.mark.full
+def test_a_stranger_on_the_port_of_process_0_is_ignored(start):
+    port = free_port()
+    where = ["--coordinator", f"127.0.0.1:{port}", "--join-timeout", "6"]
+    process = start(["-m", "llama3.main", *where, "--process", "0/2"])
+    while process.poll() is None:
+        try:
+            with socket.create_connection(("127.0.0.1", port)) as s:
+                s.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    ((line,),) = refused([process])
+    assert "process 1 of 2 did not come within 6 s" in line
+
+
+# ---- none outlives another
+
+
+def speaking(pair):
+    """Two processes in the middle of a long text."""
+    both = pair("--prompt", "KING.", "--max-new-tokens", "400")
+    assert both[0].stdout.read(2)
+    return both
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
+def test_a_process_that_is_killed_ends_the_other_with_one_line(pair, victim, number):
+    both = speaking(pair)
+    both[victim].send_signal(number)
+    began = time.monotonic()
+    code, _, errors = ends(both)[1 - victim]
+    print(f"{time.monotonic() - began:.2f} s until the other had ended")
+    assert time.monotonic() - began < PROMPTLY
+    host = "127.0.0.1" if victim == 0 else socket.gethostname()
+    assert (code, errors) == (1, f"error: process {victim} on {host} has died\n")
+    assert both[victim].returncode == -number
+
+
+@pytest.mark.full
+def test_ctrl_c_on_one_process_ends_the_other_with_one_line(pair):
+    both = speaking(pair)
+    both[1].send_signal(signal.SIGINT)
+    first, second = ends(both)
+    assert (first[0], second) == (130, (130, "", ""))
+    assert first[2] == f"error: process 1 on {socket.gethostname()} was interrupted\n"
+
+
+@pytest.mark.full
+def test_a_reader_that_goes_away_ends_all_without_a_word(pair):
+    both = speaking(pair)
+    both[0].stdout.close()
+    both[0].stdout = None
+    codes = [(process.communicate(timeout=120)[1], process.returncode) for process in both]
+    assert codes == [("", 0)] * 2
+
+
+# ---- what is compared
+
+
+def test_a_difference_names_all_processes_and_passes_over_those_that_cannot_say():
+    reports = {i: {"jax": "1" if i == 3 else "2", "prompts": None if i else "a"} for i in range(4)}
+    assert differences(reports) == ["jax differs: 2 in processes 0, 1, 2; 1 in process 3"]
+    reports[2]["file"], reports[1]["prompts"] = "5 bytes", "b"
+    assert differences(reports)[1:] == [
+        "prompts differs: a in process 0; b in process 1",
+        "file differs: missing in processes 0, 1, 3; 5 bytes in process 2",
+    ]
+
+
+# ---- where a process stands
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """The place that options and variables give."""
+    for name in os.environ:
+        if name.startswith(("JAX_COORD", "JAX_PROC", "JAX_NUM_P", "SLURM", "OMPI", "KUBE", "TPU_")):
+            monkeypatch.delenv(name)
+
+    def call(*options, **variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return cluster.find_place(read_host_options(options))
+
+    return call
+
+
+SLURM = dict(
+    SLURM_JOB_ID="70001",
+    SLURM_STEP_NODELIST="node[007-009],other",
+    SLURM_NTASKS="4",
+    SLURM_PROCID="2",
+    SLURM_LOCALID="1",
+)
+
+
+def test_a_process_alone_asks_nobody(place, monkeypatch):
+    monkeypatch.setattr(cluster, "ask_jax", lambda *_: pytest.fail("asked"))
+    assert place() is None
+    assert place("--no-distributed", **SLURM, SLURM_STEP_NUM_TASKS="4") is None
+
+
+def test_an_allocation_without_a_step_of_several_tasks_is_one_process(place):
+    assert place(**SLURM, SLURM_STEP_NUM_TASKS="1") is None
+    assert place(TPU_WORKER_HOSTNAMES="localhost", KUBERNETES_SERVICE_HOST="10.0.0.1") is None
+
+
+def test_a_slurm_step_of_several_tasks_is_found(place):
+    """The port is made of the job's number by JAX, as is the device of a GPU node's second task."""
+    found = place(**SLURM, SLURM_STEP_NUM_TASKS="4")
+    assert found == (f"node007:{70001 % 4096 + 61440}", 2, 4, [1])
+    assert place(JAX_COORDINATOR_PORT="1234", JAX_LOCAL_DEVICE_IDS="0") == (
+        "node007:1234",
+        2,
+        4,
+        None,
+    )
+    assert place("--coordinator", "other:99")[:3] == ("other:99", 2, 4)
+
+
+def test_variables_and_options_say_the_same(place):
+    variables = dict(JAX_COORDINATOR_ADDRESS="a:1", JAX_NUM_PROCESSES="3", JAX_PROCESS_ID="2")
+    assert place(**variables) == place("--coordinator", "a:1", "--process", "2/3")
+    assert place("--process", "0/1", **variables) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--distributed"], "nothing here says which of how many processes this is: give --coord"),
+        (["--coordinator", "a:1"], "nothing here says"),
+        (["--coordinator", "a:1", "--process", "2/2"], "--process '2/2': expected I/N"),
+        (["--coordinator", "a:1", "--process", "two"], "--process 'two': expected I/N"),
+        (["--coordinator", "a", "--process", "0/2"], "'a', where process 0 listens, is not HOST:"),
+    ],
+)
+def test_a_place_that_is_half_known_is_refused(place, options, message):
+    with pytest.raises(ValueError) as error:
+        place(*options)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.full
+def test_two_tasks_of_a_slurm_step_run_as_one(start):
+    """srun gives each these variables; it needs no option."""
+    step = {**SLURM, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    step |= {"SLURM_STEP_NUM_TASKS": "2", "JAX_COORDINATOR_PORT": str(free_port())}
+    command = ["-m", "llama3.main", "--prompt", "KING.", "--max-new-tokens", "4"]
+    both = [
+        start(command, **{**step, "SLURM_PROCID": f"{i}", "SLURM_LOCALID": f"{i}"})
+        for i in range(2)
+    ]
+    first, second = ends(both)
+    assert first[0] == 0 and first[1].strip() and second == (0, "", "")
