@@ -25,7 +25,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def run():
-    def call(*args, stdin="", check=True):
+    def call(*args, stdin="", check=True, **environment):
         command = [sys.executable, "-m", "llama3.main", *args]
         done = subprocess.run(
             command,
@@ -33,7 +33,7 @@ def run():
             capture_output=True,
             text=True,
             cwd=ROOT,
-            env=ENVIRONMENT,
+            env=ENVIRONMENT | environment,
             timeout=300,
         )
         assert not check or done.returncode == 0, done.stderr
@@ -100,6 +100,13 @@ def test_a_mesh_of_four_gives_the_same_greedy_text_as_one_device(run):
     assert len(one.stdout) > 10
     assert run(*args, "--mesh", "tensor=4").stdout == one.stdout
     assert run(*args, "--mesh", "data=2,expert=2").stdout == one.stdout
+
+
+def test_without_a_mesh_all_devices_serve_and_the_summary_names_the_one_that_was_chosen(run):
+    args = ["--prompt", "KING.", "--max-new-tokens", "8", "--max-len", "64"]
+    done = run(*args, JAX_NUM_CPU_DEVICES="4")
+    assert done.stderr.startswith("[mesh tensor=4; load ")
+    assert run(*args).stderr.startswith("[load ")
 
 
 def test_quantised_weights_and_cache_speak_too(run):
