@@ -423,8 +423,9 @@ def show(run: DryRun) -> str:
     for name in max(columns, key=len):
         lines.append(f"{name:18}" + "".join(f"{column.get(name, '-'):>18}" for column in columns))
     for step in steps:
-        lines += [f"collectives, {step.name}:"] if step.report else []
-        for c in step.report.collectives if step.report else ():
+        sent = step.report.collectives if step.report else ()
+        lines += [f"collectives, {step.name}:"] if sent else []
+        for c in sent:
             branch = "  (when sampling)" if c.conditional else ""
             lines.append(f"  {c.times:5} x {c.kind:18} {c.shape}{branch}")
     return "\n".join(lines)

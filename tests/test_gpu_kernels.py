@@ -7,7 +7,10 @@ None of this says how fast they are.
 
 import functools
 import importlib.util
+import json
 import re
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close
+from engine import ENVIRONMENT, ROOT
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_attention import BF16_RTOL, assert_lse, merge, oracle, split
@@ -28,6 +31,7 @@ from common.kernels.decode_attention_gpu import decode_attention_gpu, kernel_siz
 from common.kernels.hopper import plgpu
 from common.kernels.ragged_dot_gpu import list_tiles, ragged_dot_gpu, rows_of_tile
 from common.quant import Fp8, Int8, Mxfp4, dequantize_fp8, dequantize_mxfp4
+from common.topology import devices_of
 
 SCALES = ("k_scale_BKS", "v_scale_BKS")
 ARRAYS = ("q_BTNH", "k_BKSH", "v_BKSH", *SCALES)
@@ -453,29 +457,10 @@ def test_beside_a_plain_implementation_the_kernel_is_in_programs_for_cuda_alone(
     assert ("mosaic_gpu" in text) == (platform == "cuda")
 
 
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536
-  registers_per_block_limit: 65536 fpus_per_core: 128 clock_rate_ghz: 1.98
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84978434048
-  cuda_compute_capability { major: 9 minor: 0 }
-}
-platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-dnn_version_info { major: 9 minor: 1 }
-runtime_version { major: 13 minor: 0 }
-"""
-
-
 @functools.cache
 def hopper():
     """A mesh of one GPU that is not there."""
-    options = dict(platform="cuda", topology="1x1x1", target_config=TARGET)
-    topology = topologies.get_topology_desc("h100", **options)
-    return Mesh(np.array(topology.devices), ("x",))
+    return Mesh(np.array(devices_of("h100")), ("x",))
 
 
 @pytest.fixture
@@ -573,6 +558,7 @@ REFUSED_GROUPS = {
     "weights in bfloat16, Int8, Fp8 and Mxfp4": dict(w_EOI=jax.ShapeDtypeStruct((4, 96, 64), FP8)),
     "a multiple of 16 columns, not 72": dict(x_MI=jax.ShapeDtypeStruct((8, 72), BF16)),
     "of 64 rows or more, not 48": dict(w_EOI=weights(Mxfp4, 4, 48, 64)),
+    "a multiple of 8 rows, not 92": dict(w_EOI=jax.ShapeDtypeStruct((4, 92, 64), BF16)),
 }
 
 
@@ -583,3 +569,24 @@ def test_what_ragged_dot_cannot_do_is_refused_in_one_sentence(message):
     with pytest.raises(ValueError) as error:
         jax.eval_shape(multiply(), arrays)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@COMPILED
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_a_dry_run_compiles_both_steps_of_a_model_for_gpus_that_are_not_there(family):
+    options = ["--mesh", "tensor=2", "--max-len", "128", "--prompt-tokens", "32", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", f"{family}.main", "--dry-run", "h100:2", *options],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    [run] = json.loads(done.stdout)
+    assert run["fits"] and run["chip"]["memory"] > 84e9
+    for step in run["steps"].values():
+        assert step["aliased"] >= step["cache"] and step["floor_ms"]["memory"] > 0
+        reduced = [c for c in step["collectives"] if c["kind"] == "all-reduce"]
+        assert sum(c["times"] for c in reduced if not c["conditional"]) >= 9  # of four layers

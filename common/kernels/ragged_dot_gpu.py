@@ -103,12 +103,12 @@ def unsupported(x_MI: Any, w_EOI: Any) -> str | None:
     takes them."""
     if reason := unsupported_here():
         return reason
-    n_in = x_MI.shape[1]
+    n_in, n_out = x_MI.shape[1], getattr(w_EOI, "values", w_EOI).shape[1]
     if x_MI.dtype != WIDE:
         return f"the GPU kernel of ragged_dot takes rows of bfloat16, not {x_MI.dtype}"
     if not isinstance(w_EOI, Int8 | Fp8 | Mxfp4) and getattr(w_EOI, "dtype", None) != WIDE:
         return "the GPU kernel of ragged_dot takes weights in bfloat16, Int8, Fp8 and Mxfp4 only"
-    if isinstance(w_EOI, Mxfp4) and (n_out := w_EOI.values.shape[1]) < ROWS:
+    if isinstance(w_EOI, Mxfp4) and n_out < ROWS:
         return (
             f"the GPU kernel of ragged_dot takes Mxfp4 matrices of {ROWS} rows or more, not {n_out}"
         )
@@ -116,6 +116,8 @@ def unsupported(x_MI: Any, w_EOI: Any) -> str | None:
         return "the GPU kernel of ragged_dot takes Mxfp4 with JAX 0.11 and later only"
     if n_in % 16:
         return f"the GPU kernel of ragged_dot takes rows of a multiple of 16 columns, not {n_in}"
+    if n_out % 8:
+        return f"the GPU kernel of ragged_dot takes matrices of a multiple of 8 rows, not {n_out}"
     return None
 
 
