@@ -45,6 +45,11 @@ def parser(name: str) -> argparse.ArgumentParser:
         "--kv-quant", choices=["int8"], help="cache as int8 with a scale per token and head"
     )
     model.add_argument(
+        "--allow-nonfinite",
+        action="store_true",
+        help="load weights although some are NaN or infinite",
+    )
+    model.add_argument(
         "--random",
         action="store_true",
         help="random weights; --ckpt may then be a lone config.json or a named shape",

@@ -13,7 +13,7 @@ import enum
 import itertools
 import math
 import mmap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from common.finite import Limits, check_finite, limits_of
 from common.kernels.ragged_dot import row_major
 from common.quant import (
     FP8_BLOCK,
@@ -98,6 +99,7 @@ class Placement(NamedTuple):
     source: Source
     shape: tuple[int, ...]  # padded
     sharding: NamedSharding
+    limits: Limits = ()  # beyond which stored bits are no number, and refused
 
 
 # ---- which stored tensor becomes which weight
@@ -292,13 +294,13 @@ def spans(stored: int, padded: int, part: tuple[int, int], order: Order | None) 
 
 def read_shard(placement: Placement, part: Part, dtype: np.dtype) -> np.ndarray:
     """One part of the padded and reordered array, in `dtype`."""
-    (tensors, transform, stacked), padded, _ = placement
+    (tensors, transform, stacked), padded, _, limits = placement
     out = zeros([stop - start for start, stop in part], dtype)
     if not stacked:
-        read_tensor(tensors[0], transform, padded, part, out)
+        read_tensor(tensors[0], transform, padded, part, out, limits)
         return out
     for tensor, into in zip(tensors[slice(*part[0])], out, strict=True):
-        read_tensor(tensor, transform, padded[1:], part[1:], into)
+        read_tensor(tensor, transform, padded[1:], part[1:], into, limits)
     return out
 
 
@@ -308,8 +310,10 @@ def read_tensor(
     padded: tuple[int, ...],
     part: Part,
     out: np.ndarray,
+    limits: Limits = (),
 ) -> None:
-    """Fills `out` with one part of a padded and reordered tensor."""
+    """Fills `out` with one part of a padded and reordered tensor; ValueError for numbers past
+    `limits`."""
     axes = tuple(range(len(padded)))
     if is_swapped(transform):
         out, padded, part, axes = out.swapaxes(-1, -2), *map(swapped, (padded, part, axes))
@@ -323,9 +327,8 @@ def read_tensor(
     is_whole = columns == [[Span(0, 0, n)] for n in tensor.shape[1:]]
     same_rows = (out.shape[1:], out.dtype) == (tensor.shape[1:], dtype)
     if is_whole and same_rows and out.flags.c_contiguous:  # straight into their place
-        with open(tensor.file, "rb", buffering=0) as f:
-            for to, start, length in rows:
-                read_into(f, tensor.offset + start * row_bytes, out[to : to + length])
+        for piece in read_rows(tensor, rows, row_bytes, out):
+            check_finite(tensor, piece, limits)  # while the CPU's cache holds it
         return
     step = max(1, READ_BYTES // row_bytes)
     scratch = np.empty((step, *tensor.shape[1:]), dtype)
@@ -334,11 +337,26 @@ def read_tensor(
             for i in range(0, length, step):
                 chunk = scratch[: min(step, length - i)]
                 read_into(f, tensor.offset + (start + i) * row_bytes, chunk)
+                check_finite(tensor, chunk, limits)
                 into = out[to + i : to + i + len(chunk)]
                 for pieces in itertools.product(*columns):
                     there = (slice(p.to, p.to + p.length) for p in pieces)
                     here = (slice(p.start, p.start + p.length) for p in pieces)
                     into[:, *there] = chunk[:, *here]
+
+
+def read_rows(
+    tensor: StoredTensor, rows: Sequence[Span], row_bytes: int, out: np.ndarray
+) -> Iterator[np.ndarray]:
+    """Reads whole rows into their places in `out`; yields the pieces that it has read."""
+    step = max(1, READ_BYTES // out.itemsize)
+    with open(tensor.file, "rb", buffering=0) as f:
+        for to, start, length in rows:
+            numbers, offset = out[to : to + length].reshape(-1), tensor.offset + start * row_bytes
+            for i in range(0, numbers.size, step):
+                piece = numbers[i : i + step]
+                read_into(f, offset + i * out.itemsize, piece)
+                yield piece
 
 
 def read_into(file: Any, offset: int, out: np.ndarray) -> None:
@@ -425,11 +443,13 @@ def load_weights(
     *,
     storage: Storage | None = None,
     progress: Progress | None = None,
+    allow_nonfinite: bool = False,
 ) -> Any:
     """The weights in `directory` on `mesh`, as the model file lays them out: in `dtype`, but for
     what has its own; and the matrices in `storage`.
 
-    ValueError names every unknown, missing and unfitting tensor, a line each.
+    ValueError names every unknown, missing and unfitting tensor, a line each; or, unless
+    `allow_nonfinite`, the first that holds NaN or infinity.
     """
     shards, tensors = model_shards(mesh), open_tensors(directory)
     table, layout = model.checkpoint_table(config, shards), model.weight_layout(config, shards)
@@ -438,7 +458,12 @@ def load_weights(
     if wrong or (wrong := repeats(tensors, table, sources)):
         raise ValueError("\n".join(wrong))
     placements = {
-        path: Placement(sources[path], array.shape, NamedSharding(mesh, array.spec))
+        path: Placement(
+            sources[path],
+            array.shape,
+            NamedSharding(mesh, array.spec),
+            () if allow_nonfinite else limits_of(path, sources[path].tensors[0].dtype),
+        )
         for path, array in by_path(stored_layout(layout)).items()
     }
     total = sum(stored_bytes(x, part) for x in placements.values() for part in local_parts(x))

@@ -248,7 +248,7 @@ def run(
     check_all_used(model.mesh)
     job, sizes = plan_chat(model, args) if args.chat else plan_prompts(model, args, texts)
     began = time.perf_counter()
-    model = read_weights(model, progress_bar(sys.stderr), args.seed)
+    model = read_weights(model, progress_bar(sys.stderr), args.seed, args.allow_nonfinite)
     load_s = time.perf_counter() - began
     session = start_session(model, *sizes, dtype=cache_dtype(model, args.kv_quant))
     answer: Any = converse if args.chat else answer_prompts

@@ -104,7 +104,9 @@ def extend(
     """A reply with one more token, and the text that is to be shown for it."""
     stream, place, text = reply.stream, reply.place, ""
     channel: str | None = FINAL if place is None else place.channel
-    if tok is None or stream is None:
+    if event.finish == "invalid":  # which brings no token
+        text = stream_flush(tok, stream) if tok and stream else ""
+    elif tok is None or stream is None:
         text = f"{event.token} "
     else:
         if event.token not in tok.stop_ids:
@@ -119,13 +121,17 @@ def extend(
         reply.answer.append(text)
     if reply.shown not in (None, shown):
         text = f"\n\n{text}"
-    reply.tokens.append(event.token)
+    if event.finish != "invalid":
+        reply.tokens.append(event.token)
     reply.text.append(text)
     new: Any = dict(stream=stream, finish=event.finish, seconds=seconds, place=place, shown=shown)
     return reply._replace(**new), text
 
 
-def note_silence(reply: Reply) -> None:
+def note_end(reply: Reply) -> None:
+    """Says on stderr why a reply ended, where that is not as it should be."""
+    if reply.finish == "invalid":
+        sys.stderr.write("[the reply ends here: the model's logits are NaN or infinite]\n")
     if reply.place is not None and reply.finish == "length" and not any(reply.answer):
         sys.stderr.write("[no answer: --max-new-tokens ended the analysis before it]\n")
 
@@ -182,7 +188,7 @@ def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: 
                 write(text)
             while shown < len(replies) and replies[shown].finish:
                 write(record(job, shown, replies[shown]) if args.json else "\n")
-                note_silence(replies[shown])
+                note_end(replies[shown])
                 shown += 1
                 if shown < len(replies) and not args.json:
                     write("".join(replies[shown].text))  # what the next in order has so far
@@ -225,5 +231,5 @@ def converse(session: Session, args: argparse.Namespace, job: Job, write: Write)
                 if pressed:
                     break
         write("\n")
-        note_silence(reply)
+        note_end(reply)
         turns.append(("assistant", "".join(reply.answer)))

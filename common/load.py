@@ -44,12 +44,15 @@ class Model(NamedTuple):
         return self.mesh.devices.flat[0].platform == "cpu"
 
 
-def load(module: ModuleType, ckpt: str | None = None, **options: Any) -> Model:
+def load(
+    module: ModuleType, ckpt: str | None = None, allow_nonfinite: bool = False, **options: Any
+) -> Model:
     """The model of a checkpoint, ready to run; `options` are those of `open_model`.
 
-    Raises ValueError or OSError with a line for each thing that is wrong.
+    Raises ValueError or OSError with a line for each thing that is wrong; for weights that are NaN
+    or infinite, too, unless `allow_nonfinite`.
     """
-    return read_weights(open_model(module, ckpt, **options))
+    return read_weights(open_model(module, ckpt, **options), allow_nonfinite=allow_nonfinite)
 
 
 def open_model(
@@ -98,14 +101,19 @@ def open_model(
     return opened._replace(storage=TRANSPOSED if opened.on_cpu and kind == jnp.float32 else None)
 
 
-def read_weights(model: Model, progress: Progress | None = None, seed: int = 0) -> Model:
+def read_weights(
+    model: Model,
+    progress: Progress | None = None,
+    seed: int = 0,
+    allow_nonfinite: bool = False,
+) -> Model:
     """`model` with its weights on the mesh: read from the checkpoint, or random ones of `seed`."""
     module, config, mesh, storage = model.module, model.config, model.mesh, model.storage
     if model.directory is None:
         layout = module.weight_layout(config, model_shards(mesh))
         weights = random_weights(layout, mesh, model.dtype, seed, storage)
         return model._replace(weights=jax.block_until_ready(rows_together(weights)))
-    options: Any = dict(storage=storage, progress=progress)
+    options: Any = dict(storage=storage, progress=progress, allow_nonfinite=allow_nonfinite)
     weights = load_weights(model.directory, module, config, mesh, model.dtype, **options)
     return model._replace(weights=weights)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+INVALID = -1  # in place of a token, where the logits are no numbers
 BLOCK = 256  # tokens per step of the draw; near sqrt(V), so that both of its prefix sums are short
 SIGN = np.uint32(1 << 31)
 
@@ -72,8 +73,8 @@ def sample(
     """Token ids [B] int32, equal on all devices of `axes`, over which f32 logits are split in V.
 
     A token depends on its slot's logits, parameters and position alone. Ids >= vocab_size are
-    padding and never sampled. NaN counts as -inf, and +inf as the largest float; a slot of nothing
-    but -inf gets some valid id.
+    padding and never sampled. A slot with NaN or +inf among its logits, or with nothing but -inf,
+    gets INVALID.
     """
     V = logits_BV.shape[1]
     ids = V * lax.axis_size(axes)
@@ -81,8 +82,8 @@ def sample(
         raise ValueError(f"vocab_size {vocab_size} is not in [1, {ids}], the ids that have logits")
     device = lax.axis_index(axes)
     id_V = device * V + jnp.arange(V)
-    x_BV = jnp.minimum(logits_BV, jnp.finfo(jnp.float32).max)  # +inf - +inf would be NaN
-    x_BV = jnp.where((id_V < vocab_size) & ~jnp.isnan(x_BV), x_BV, -jnp.inf)
+    x_BV = jnp.where(jnp.isnan(logits_BV), jnp.inf, logits_BV)  # no maximum need keep a NaN
+    x_BV = jnp.where(id_V < vocab_size, x_BV, -jnp.inf)
     max_B = lax.pmax(x_BV.max(1), axes)  # one per device -> replicated, here and below
     # The lowest id that holds the maximum; argmax is several times slower on CPU.
     greedy_B = lax.pmin(jnp.where(x_BV == max_B[:, None], id_V, ids).min(1), axes)
@@ -101,7 +102,8 @@ def sample(
         return jnp.where(sampling.temperature_B > 0, drawn_B, greedy_B)
 
     # All devices of `axes` see the same predicate, here and below, so a branch may communicate.
-    return lax.cond(jnp.any(sampling.temperature_B > 0), draw, lambda: greedy_B)
+    token_B = lax.cond(jnp.any(sampling.temperature_B > 0), draw, lambda: greedy_B)
+    return jnp.where(jnp.isfinite(max_B), token_B, INVALID)
 
 
 def kept_mass(x_BV: Array, max_B: Array, sampling: Sampling, axes: tuple[str, ...]) -> Array:

@@ -23,9 +23,10 @@ from jax.typing import DTypeLike
 
 from common.kernels.dispatch import Impl
 from common.load import Model
-from common.sampling import sampling_params
+from common.sampling import INVALID, sampling_params
 from common.sharding import DATA, P, model_shards
 
+NO_TOKEN = -2  # in place of a second token, where a draft was wrong
 PROMPT_CHUNK = 512  # tokens read at once: bound by arithmetic, and in need of little memory
 SMALLEST_BUCKET = 32
 
@@ -46,7 +47,8 @@ NO_REQUEST = Request((), 1)
 
 
 class Event(NamedTuple):
-    """One new token of a request; `finish` is "stop", "length" or None when more will come."""
+    """One new token of a request; `finish` is "stop", "length", "invalid" (logits are NaN or
+    infinite, and there is no token) or None when more will come."""
 
     request: int
     token: int
@@ -247,7 +249,7 @@ def read_prompts(
 
 def step(session: Session) -> jax.Array:
     """Dispatches one decode step of all slots. A copy of its tokens, as the next step takes the
-    state's own: [B, 1]; or [B, 2] where the module drafts, with -1 for a draft that was wrong."""
+    state's own: [B, 1]; or [B, 2] where the module drafts, with NO_TOKEN after a wrong draft."""
     model, drafts = session.model, hasattr(session.state, "draft_B")
     static: Any = dict(config=model.config, mesh=model.mesh, implementation=session.implementation)
     state = session.state
@@ -265,8 +267,8 @@ def drafted_tokens(
 ) -> jax.Array:
     """The tokens by which slots grew, [B, 2]: the draft if it was right, and the newest."""
     right_B = new_length_B == length_B + 2
-    first_B, second_B = jnp.where(right_B, draft_B, token_B), jnp.where(right_B, token_B, -1)
-    return jnp.stack([first_B, second_B], axis=1)
+    first_B = jnp.where(right_B, draft_B, token_B)
+    return jnp.stack([first_B, jnp.where(right_B, token_B, NO_TOKEN)], axis=1)
 
 
 @partial(jax.jit, static_argnames="sharding")
@@ -305,6 +307,7 @@ def serve(
     def book(slot: int, token: int) -> Event:
         request, left, length = running.pop(slot)
         finish = "stop" if token in stop_ids else "length" if left == 1 else None
+        finish = "invalid" if token == INVALID else finish
         if finish is None:
             running[slot] = Running(request, left - 1, length + 1)
         return Event(request, token, finish)
@@ -340,9 +343,9 @@ def serve(
                     ]
                     if tokens.shape[1] > 1:
                         stats.drafts += len(produced) // 2
-                        stats.drafts_right += sum(token >= 0 for _, token in produced[1::2])
+                        stats.drafts_right += sum(token != NO_TOKEN for _, token in produced[1::2])
             for slot, token in produced:
-                if token >= 0 and slot in running:  # not after a stop token
+                if token != NO_TOKEN and slot in running:  # not after a stop token
                     stats.decode_tokens += 1
                     yield book(slot, token)
             if any(slot not in running for slot, _ in produced):

@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from common import checkpoint as ck
 from common.checkpoint import Order, Same
+from common.finite import check_finite, limits_of
 from common.quant import INT8, TRANSPOSED, Int8, Transposed
 from common.random_weights import random_weights
 from common.sharding import MODEL, P, Shards, make_mesh, model_shards, round_up
@@ -585,6 +586,52 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_not_a_crash(checkp
     os.truncate(file, file.stat().st_size - 1)
     monkeypatch.setattr(ck, "open_tensors", lambda directory: tensors)
     refused(ValueError, f"{file} became shorter", load, checkpoint)
+
+
+# ---- numbers that are none
+
+BAD = {
+    "NaN": np.nan,
+    "negative NaN": -np.nan,
+    "infinity": np.inf,
+    "negative infinity": -np.inf,
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=["f32", "f16", "bf16"])
+@pytest.mark.parametrize("number", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("name", ["m.h.1.q.weight", "m.h.1.norm.weight"])
+def test_a_number_that_is_not_finite_is_refused_by_the_name_of_its_tensor(
+    tmp_path, dtype, number, name
+):
+    tensors = stored_tensors(dtype)
+    tensors[name].flat[-1] = number
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    what = f"{file}: {name} holds NaN or infinity; download it again, or run it as it is with"
+    for kind in (dtype, np.float32):  # read straight into its place, and cast on the way
+        refused(ValueError, what, load, tmp_path, dtype=kind)
+    weights = load(tmp_path, allow_nonfinite=True)
+    assert sum(not np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(weights)) == 1
+
+
+def test_the_largest_numbers_of_each_dtype_are_numbers(tmp_path):
+    for dtype in (np.float32, np.float16, BF16):
+        tensors, largest = stored_tensors(dtype), jnp.finfo(dtype).max
+        tensors["m.h.0.down.weight"][:2] = [[largest], [-largest]]
+        save_file(tensors, tmp_path / "model.safetensors")
+        load(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("bits", [0x7F, 0xFF])
+def test_nan_in_8_bit_floats_and_in_exponents_of_scales_is_found(bits):
+    tensor = ck.StoredTensor(Path("a"), "x", (5,), "F8_E4M3", 0)
+    fp8, scale = np.array([1, 0x7E, 0xFE, 0, bits], np.uint8), np.array([0, 254, 255], np.uint8)
+    refused(ValueError, "x holds NaN", check_finite, tensor, fp8, limits_of("w.values", "F8_E4M3"))
+    check_finite(tensor, fp8[:-1], limits_of("w.values", "F8_E4M3"))
+    refused(ValueError, "x holds NaN", check_finite, tensor, scale, limits_of("w.scale", "U8"))
+    check_finite(tensor, scale[:-1], limits_of("w.scale", "U8"))
+    check_finite(tensor, scale, limits_of("w.values", "U8"))
 
 
 # ---- weights without a checkpoint

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from engine import ENVIRONMENT
+from safetensors.numpy import load_file, save_file
 
 from common import cli
 from llama3 import model
@@ -282,6 +283,31 @@ def test_no_prompt_at_all_is_an_error_for_a_checkpoint(run, instruct):
     assert done.stderr == (
         "error: no prompt: give --prompt, --prompts FILE, --chat, or text on standard input\n"
     )
+
+
+def test_weights_with_nan_are_refused_and_where_they_are_allowed_replies_end_as_invalid(
+    run, instruct
+):
+    file = Path(instruct) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, file)
+    args = ["--ckpt", instruct, "--prompt", "x", "--json"]
+    done = run(*args, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {file}: model.norm.weight holds NaN or infinity; ")
+    assert done.stderr.count("\n") == 1
+    done = run(*args, "--allow-nonfinite")
+    assert records(done)[0] | {"seconds": 0} == dict(
+        index=0,
+        prompt="x",
+        text="",
+        prompt_tokens=11,
+        tokens=[],
+        finish_reason="invalid",
+        seconds=0,
+    )
+    assert "[the reply ends here: the model's logits are NaN or infinite]\n" in done.stderr
 
 
 def test_a_damaged_checkpoint_is_one_line_and_no_traceback(run, instruct):

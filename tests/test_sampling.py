@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from common.sampling import BLOCK, Sampling, _descend, kept_mass, sample, sampling_params
+from common.sampling import (
+    BLOCK,
+    INVALID,
+    Sampling,
+    _descend,
+    kept_mass,
+    sample,
+    sampling_params,
+)
 
 AXES = ("expert", "tensor")
 ONE = (1, 1, 1)  # data, expert, tensor
@@ -158,8 +166,8 @@ def test_draws_are_as_frequent_as_they_are_probable(varied, shape):
 )
 def test_greedy_is_the_argmax_with_the_lowest_id(logits):
     got = tokens(logits, sampling_params(B, 0.0, 3, 0.5), range(B), (1, 2, 4))
-    largest = np.finfo(np.float32).max  # as which +inf counts
-    np.testing.assert_array_equal(got, np.minimum(logits, largest).argmax(1))
+    want = np.where(np.isfinite(logits.max(1)), logits.argmax(1), INVALID)
+    np.testing.assert_array_equal(got, want)
 
 
 def test_a_vanishing_temperature_or_one_candidate_is_greedy():
@@ -211,7 +219,8 @@ def test_batch_mates_change_nothing(garbage):
     together = tokens(logits, mixed, np.repeat(range(n // 2), 2))
     np.testing.assert_array_equal(together[::2], alone)
     np.testing.assert_array_equal(mass(np.nan_to_num(logits), mixed)[::2], mass(logits[::2], ours))
-    assert ((together >= 0) & (together < 617)).all()
+    np.testing.assert_array_equal(together[1::4] == INVALID, not np.isfinite(garbage))
+    assert (together[3::4] != INVALID).all()
 
 
 @pytest.mark.one_in(3)
@@ -235,14 +244,26 @@ def test_padding_is_never_sampled(padding, vocab_size):
     logits[:, vocab_size:] = padding
     logits[0] = np.nan
     drawn = tokens(logits, sampling, range(n), (1, 2, 4), vocab_size)
-    assert 0 <= drawn[0] < vocab_size
+    assert drawn[0] == INVALID
     np.testing.assert_array_equal(drawn[1:], real[1:])
 
 
-def test_a_token_that_is_infinitely_likely_is_certain():
+@pytest.mark.parametrize("shape", [ONE, (1, 2, 4)])
+@pytest.mark.parametrize("number", [np.nan, -np.nan, np.inf])
+def test_one_logit_that_is_not_finite_makes_its_slot_invalid_and_no_other(shape, number):
+    logits, n = rows(200, V), 200
+    real = tokens(logits, slots(n), range(n), shape)
+    spoiled = np.arange(n) % 3 == 1
+    logits[spoiled, np.arange(n)[spoiled] % V] = number
+    got = tokens(logits, slots(n), range(n), shape)
+    np.testing.assert_array_equal(got, np.where(spoiled, INVALID, real))
+
+
+def test_a_logit_of_minus_infinity_is_a_token_that_is_never_drawn():
     logits = rows(200, V)
-    logits[:, 17] = np.inf
-    assert (tokens(logits, slots(200), range(200)) == 17).all()
+    logits[:, ::2] = -np.inf
+    got = tokens(logits, slots(200), range(200))
+    assert (got % 2 == 1).all() and got.min() > 0
 
 
 def test_seed_and_position_both_change_the_draw():

@@ -129,6 +129,42 @@ def test_a_stop_id_ends_a_request_and_frees_its_slot(session):
     assert not np.asarray(session.state.length_B).any()
 
 
+def without_numbers(model_):
+    """The model with NaN in its last norm, and so in every logit."""
+    norm = jnp.full_like(model_.weights.norm, jnp.nan)
+    return model_._replace(weights=model_.weights._replace(norm=norm))
+
+
+def test_a_prompt_whose_logits_are_no_numbers_gets_no_token(session):
+    broken = start_session(without_numbers(session.model), 2, session.capacity)
+    tokens, finish = answers(broken, [Request(p, 6) for p in PROMPTS])
+    assert tokens == [[-1]] * len(PROMPTS) and finish == ["invalid"] * len(PROMPTS)
+
+
+def test_logits_that_become_no_numbers_end_a_request_after_what_it_has(session, another):
+    expected, _ = answers(session, [Request(p, 6) for p in PROMPTS[:2]])
+    events = serve(another, [Request(p, 6) for p in PROMPTS[:2]])
+    got = [next(events) for _ in range(4)]
+    another.model = without_numbers(another.model)
+    got += list(events)
+    for i, want in enumerate(expected):
+        *mine, last = (event for event in got if event.request == i)
+        assert (last.token, last.finish) == (-1, "invalid")
+        assert 2 <= len(mine) < 6 and [event.token for event in mine] == want[: len(mine)]
+    assert not np.asarray(another.state.length_B).any()
+
+
+@pytest.mark.parametrize("draft", [9, -1])
+def test_of_drafts_an_invalid_token_is_told_from_one_that_is_not_there(draft):
+    draft_B, length_B, new_length_B, token_B = (
+        jnp.array(x) for x in ([draft, 9, 9, -1], [5, 5, 5, 5], [7, 6, 6, 7], [4, 8, -1, -1])
+    )
+    got = serving.drafted_tokens(draft_B, length_B, new_length_B, token_B)
+    nothing = serving.NO_TOKEN
+    want = [[draft, 4], [8, nothing], [-1, nothing], [-1, -1]]
+    np.testing.assert_array_equal(got, want)
+
+
 def test_a_full_cache_ends_a_request_after_the_last_token_that_it_can_hold(session):
     room = session.capacity - len(PROMPTS[3]) + 1
     tokens, finish = answers(session, [Request(PROMPTS[3], 10_000)])
