@@ -5,23 +5,17 @@ A checkpoint directory holds `tokenizer.json` (or GPT-2's `vocab.json` and `merg
 template.
 """
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import tokenizers
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from common.files import read_json_if_there, read_text
+from common.files import check_regular, read_json_if_there, read_text
+from common.template import render
 from common.tiktoken import load_tiktoken
 
 IMAGE_KEYS = ("image_token_index", "image_token_id")  # of a multimodal model's config.json
@@ -57,17 +51,13 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     backend.no_padding()
 
     model = read_json_if_there(directory / "config.json")
-    eos: list[Any] = [backend.token_to_id(special_tokens.get("eos_token", ""))]
-    for source in (
-        model,
-        model.get("text_config") or {},
-        read_json_if_there(directory / "generation_config.json"),
-    ):
-        value = source.get("eos_token_id")
-        eos += value if isinstance(value, list) else [value]
-    stop_ids = frozenset(i for i in eos if i is not None)
-    if not all(type(i) is int for i in stop_ids):
-        raise ValueError(f"{directory}: eos_token_id must be an integer or a list of integers")
+    inner, end = model.get("text_config"), backend.token_to_id(special_tokens.get("eos_token", ""))
+    stop_ids = set() if end is None else {end}
+    stop_ids |= _stop_ids(model, directory / "config.json")
+    if isinstance(inner, dict):
+        stop_ids |= _stop_ids(inner, directory / "config.json")
+    generation = directory / "generation_config.json"
+    stop_ids |= _stop_ids(read_json_if_there(generation), generation)
 
     bos = special_tokens.get("bos_token", "")
     bos_id = backend.token_to_id(bos)
@@ -80,11 +70,24 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
         chat_template=_chat_template(directory, config),
         special_tokens=special_tokens,
         special_ids=frozenset(i for i, token in added.items() if token.special),
-        stop_ids=stop_ids,
+        stop_ids=frozenset(stop_ids),
         image_ids=frozenset(model[k] for k in IMAGE_KEYS if type(model.get(k)) is int),
-        bos_id=model.get("bos_token_id") if bos_id is None else bos_id,
+        bos_id=_bos_id(model) if bos_id is None else bos_id,
         vocab_size=1 + max(backend.get_vocab().values(), default=-1),
     )
+
+
+def _stop_ids(config: Mapping[str, Any], file: Path) -> set[int]:
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int for i in ids):
+        raise ValueError(f"{file}: eos_token_id must be an integer or a list of integers")
+    return set(ids)
+
+
+def _bos_id(config: Mapping[str, Any]) -> int | None:
+    value = config.get("bos_token_id")
+    return value if type(value) is int else None
 
 
 def _load_backend(
@@ -99,13 +102,12 @@ def _load_backend(
             f"{directory}: no tokenizer.json (nor vocab.json with merges.txt); "
             "download the checkpoint's tokenizer files into this directory"
         )
-    try:
-        if whole.exists():
-            return tokenizers.Tokenizer.from_file(str(whole))
-        backend = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
-    except Exception as error:  # the package raises bare Exception
-        files = whole if whole.exists() else f"{vocab} with merges.txt"
-        raise ValueError(f"{files}: {_one_line(error)}; download it again") from error
+    if whole.exists():
+        return _parse(whole, partial(tokenizers.Tokenizer.from_str, read_text(whole)))
+    for file in (vocab, merges):
+        check_regular(file)
+    read = partial(models.BPE.from_file, str(vocab), str(merges))
+    backend = tokenizers.Tokenizer(_parse(f"{vocab} with merges.txt", read))
     # Other families publish the same two files, but split text into words by other rules.
     if family not in (None, "GPT2Tokenizer", "GPT2TokenizerFast"):
         raise ValueError(
@@ -119,16 +121,29 @@ def _load_backend(
     return backend
 
 
+def _parse(files: Path | str, read: Callable[[], Any]) -> Any:
+    """What the package makes of files; it raises bare Exception, and its own panics are none."""
+    try:
+        return read()
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        what = " ".join(str(error).split())[:300]
+        raise ValueError(f"{files}: {what}; download it again") from error
+
+
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
     file = directory / "chat_template.jinja"
     template = (read_text(file) if file.exists() else "") or config.get("chat_template")
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        named = [entry.get("template", 0) for entry in template if entry.get("name") == "default"]
+        template = named[-1] if named else None
+    if template is not None and not isinstance(template, str):
+        raise ValueError(
+            f"{directory / 'tokenizer_config.json'}: chat_template must be a text, or a list of "
+            "objects with name and template"
+        )
     return template
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def encode(tok: Tokenizer, text: str) -> list[int]:
@@ -174,7 +189,8 @@ def render_chat(
 ) -> str:
     """A conversation in the checkpoint's own format; `variables` (`tools`, ...) reach the template.
 
-    Raises ValueError when there is no template, or with the template's own complaint.
+    Raises ValueError when there is no template, with the template's own complaint, or when it does
+    not come to an end.
     """
     if tok.chat_template is None:
         raise ValueError(
@@ -186,52 +202,8 @@ def render_chat(
     # Templates test whether a key is there, so one that is None must look absent.
     present = [{k: v for k, v in m.items() if v is not None} for m in messages]
     values = {"tools": None, "documents": None, **tok.special_tokens, **variables}
-    try:
-        return _compile_template(tok.chat_template).render(
-            values, messages=present, add_generation_prompt=add_generation_prompt
-        )
-    except Exception as error:  # foreign code: it may fail in any way
-        raise ValueError(f"chat template: {_one_line(error)}") from error
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks what to train on; here it is only a scope."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), True), lineno=line)
-
-
-@lru_cache
-def _compile_template(source: str) -> jinja2.Template:
-    """Compile in the environment that templates are written for: that of Hugging Face."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    # Unlike jinja's own filter, this neither escapes for HTML nor sorts keys.
-    def tojson(
-        x: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    env.filters["tojson"] = tojson
-    env.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
-    }
-    return env.from_string(source)
+    more = dict(messages=present, add_generation_prompt=add_generation_prompt)
+    return render(tok.chat_template, {**values, **more})
 
 
 # An unfinished UTF-8 character has at most three bytes and a token at least one. So the last four

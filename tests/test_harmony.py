@@ -90,10 +90,10 @@ def test_raw_prompts_and_other_tokenizers_show_everything(tok):
 
 
 def test_an_answer_that_did_not_begin_is_reported(tok, capsys):
-    converse.note_silence(reply_to(tok, THOUGHT, finish="length"))
+    converse.note_end(reply_to(tok, THOUGHT, finish="length"))
     assert "--max-new-tokens" in capsys.readouterr().err
-    converse.note_silence(reply_to(tok, THOUGHT + ANSWER, finish="length"))
-    converse.note_silence(reply_to(tok, THOUGHT, "--raw", finish="length"))
+    converse.note_end(reply_to(tok, THOUGHT + ANSWER, finish="length"))
+    converse.note_end(reply_to(tok, THOUGHT, "--raw", finish="length"))
     assert not capsys.readouterr().err
 
 

@@ -1,7 +1,9 @@
 """The golden files and the three tiny tokenizers are made by make_tokenizer_fixtures.py."""
 
 import json
+import re
 import shutil
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 import common.tokenizer as tk
+from common import template
 
 FIXTURES = Path(__file__).parent / "fixtures" / "tokenizer"
 CHAT = json.loads((FIXTURES / "chat.json").read_text(encoding="utf-8"))
@@ -171,7 +174,7 @@ def test_a_rendered_conversation_equals_that_of_transformers(case, monkeypatch):
         def now(cls, tz=None):
             return cls.fromisoformat(CHAT["today"])
 
-    monkeypatch.setattr(tk, "datetime", Clock)
+    monkeypatch.setattr(template, "datetime", Clock)
     tok = LLAMA3._replace(
         chat_template=CHAT["templates"][case["template"]], special_tokens=CHAT["special_tokens"]
     )
@@ -217,6 +220,43 @@ def test_a_failing_template_is_a_value_error_of_one_line(template, message):
     assert one_line(error)
 
 
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("{{ 9**(9**9) }}", "it was stopped after 2 s; --raw goes without it"),
+        (
+            "{% for a in r %}{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}",
+            "it was stopped after 2 s",
+        ),
+        ("{{ 'a' * 10**9 }}", "it needs more than 512 MB of memory"),
+        ("{% for i in r %}{{ 'a' * 1000 }}{% endfor %}", "its text has more than 16777216"),
+        ("{% set n = namespace(s='a') %}{% for i in r %}{% set n.s = n.s ~ n.s %}{% endfor %}", ""),
+        ("{{ 'a' | center(10**10) }}", ""),
+        ("{{ '%1000000000000d' % 1 }}", ""),
+        ("{{ '(' * 10**6 + 'a' }}{{ x.y.z }}", "'x' is undefined"),
+        ("{{ " + "(" * 10**5 + "1" + ")" * 10**5 + " }}", ""),
+        ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", ""),
+    ],
+)
+def test_a_template_is_bounded_in_time_and_size_and_the_next_one_renders(
+    source, message, monkeypatch
+):
+    monkeypatch.setattr(template, "RENDER_S", 2.0)
+    source = "{% set r = range(10**5) %}" + source
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=f"chat template: .*{re.escape(message)}") as error:
+        tk.render_chat(with_template(source), USER)
+    assert one_line(error) and len(str(error.value)) < 600
+    assert time.monotonic() - began < 10
+    assert tk.render_chat(with_template("{{ messages[0].content }}"), USER) == "hi"
+
+
+def test_a_variable_that_a_template_cannot_get_is_a_value_error():
+    with pytest.raises(ValueError, match="its variables must be JSON") as error:
+        tk.render_chat(with_template("{{ tools }}"), USER, tools=[print])
+    assert one_line(error)
+
+
 @pytest.mark.parametrize("messages", [[], ["hi"], "hi"])
 def test_what_is_not_a_conversation_is_refused(messages):
     with pytest.raises(ValueError, match="a conversation is"):
@@ -224,6 +264,8 @@ def test_what_is_not_a_conversation_is_refused(messages):
 
 
 # Bad files
+
+JSON = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def test_a_directory_without_a_tokenizer_names_the_files_it_lacks(tmp_path):
@@ -244,6 +286,26 @@ def test_a_directory_without_a_tokenizer_names_the_files_it_lacks(tmp_path):
         ("config.json", "", "config.json is not JSON"),
         ("config.json", "[]", "config.json does not hold a JSON object, but a list"),
         ("generation_config.json", {"eos_token_id": "2"}, "eos_token_id must be an integer"),
+        ("generation_config.json", {"eos_token_id": {"a": 2}}, "eos_token_id must be an integer"),
+        ("generation_config.json", {"eos_token_id": [{"a": 2}]}, "eos_token_id must be an integer"),
+        ("config.json", {"eos_token_id": True}, "config.json: eos_token_id must be an integer"),
+        ("config.json", {"eos_token_id": [2.0]}, "eos_token_id must be an integer"),
+        ("config.json", {"text_config": {"eos_token_id": "x"}}, "eos_token_id must be an integer"),
+        ("tokenizer_config.json", {"chat_template": [1]}, "chat_template must be a text, or a"),
+        ("tokenizer_config.json", {"chat_template": 7}, "chat_template must be a text, or a"),
+        ("tokenizer_config.json", {"chat_template": {"a": 1}}, "chat_template must be a text"),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": "default", "template": ["a"]}]},
+            "chat_template must be a text",
+        ),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": "default"}]},
+            "chat_template must be a text",
+        ),
+        *((name, "[" * 100_000, f"{name}.*; download it again|{name}.*nested") for name in JSON),
+        *((name, '{"a":' * 100_000 + "1" + "}" * 100_000, name) for name in JSON),
     ],
 )
 def test_a_damaged_file_is_a_value_error_that_names_it(checkpoint, name, content, message):
