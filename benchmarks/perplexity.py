@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from common.cli import configure_jax
+from common.environment import configure_jax
 from common.load import Model, open_model, read_weights
 from common.score import logits
 from common.serve import cache_dtype

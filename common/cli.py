@@ -6,9 +6,8 @@ mistake gets one line and exit code 2.
 
 import argparse
 import contextlib
-import importlib.util
-import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,39 +28,13 @@ from common.converse import (
     make_request,
     read_prompts,
 )
+from common.environment import check_memory, configure_jax, open_streams
+from common.harmony import speaks_harmony
 from common.hosts import Group, joined, tell
 from common.load import Model, open_model, read_weights
 from common.preflight import check_all_used, report
 from common.serve import Session, cache_dtype, check_request, start_session
 from common.sharding import DATA, axes_of, make_mesh, parse_mesh, round_up
-
-
-def has_accelerator() -> bool:
-    """Whether this machine may have a device besides its CPU; only asked where libtpu, which comes
-    with the tests, would go looking for a TPU."""
-    if importlib.util.find_spec("libtpu") is None:
-        return True
-    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
-    google = any(file.read_text().strip() == "0x1ae0" for file in vendors)
-    return google or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
-
-
-def configure_jax(axes: dict[str, int], compile_cache: bool, group: Group | None) -> None:
-    """Settings that must come before the first device is touched."""
-    if not os.environ.get("JAX_PLATFORMS") and not has_accelerator():
-        # A libtpu that finds no TPU complains at length, and crashes the profiler.
-        jax.config.update("jax_platforms", "cpu")
-    need = math.ceil(math.prod(axes.values()) / (group.place.processes if group else 1))
-    if need > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        # A mesh can be tried on a laptop; other platforms ignore this.
-        jax.config.update("jax_num_cpu_devices", need)
-    if compile_cache:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "folio" / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    if group:
-        group.start()
 
 
 def parse(name: str, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -189,24 +162,55 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--{given[0]} goes with --dry-run only")
     if len(args.mesh) > 1 and not args.dry_run:
         raise ValueError(f"--mesh {' '.join(args.mesh)}: one mesh, or several with --dry-run")
+    if args.revision is not None and args.ckpt is None:
+        raise ValueError("--revision goes with a --ckpt of the hub only")
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
 
 
+def check_profile(args: argparse.Namespace) -> None:
+    """OSError if a profile could not be written; that is known before the run, not after it."""
+    if args.profile is not None:
+        Path(args.profile).mkdir(parents=True, exist_ok=True)
+        if not os.access(args.profile, os.W_OK | os.X_OK):
+            raise PermissionError(f"--profile {args.profile}: cannot be written")
+
+
+def check_analysis(model: Model, args: argparse.Namespace) -> None:
+    tok = model.tokenizer
+    chat = tok is not None and tok.chat_template is not None and not args.raw
+    if args.show_analysis and not (tok and chat and speaks_harmony(tok)):
+        raise ValueError(
+            "--show-analysis: this model does not answer in channels, or --raw was given"
+        )
+
+
+def abandon_stdout() -> None:
+    """Nothing more can be written there, nor at the end of the program."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @contextlib.contextmanager
 def mistakes_on_one_line() -> Iterator[None]:
-    """Ends the program with 2 and one line for each mistake of the user, and with 130 on Ctrl-C."""
+    """Ends the program with 2 and one line for each mistake of the user, and with 130 on Ctrl-C or
+    SIGTERM."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
-    except BrokenPipeError:
-        # The reader has gone: nothing more to say.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has gone: nothing more to say
+        abandon_stdout()
         sys.exit(0)
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError) as error:
         sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
+        try:
+            sys.stdout.flush()
+        except OSError:  # which may have been the mistake
+            abandon_stdout()
         sys.exit(2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def write(text: str) -> None:
@@ -220,6 +224,7 @@ def main(
 ) -> None:
     """Runs the command line of a model file: checks everything, then loads, then generates.
     `drafting` is the module that takes its place with --draft."""
+    open_streams()
     args = parse(str(module.__package__), argv)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     with contextlib.nullcontext() if args.dry_run else joined(args) as group:
@@ -234,6 +239,7 @@ def run(
             raise ValueError(f"--draft: files of {module.__package__} hold no layer that drafts")
         module = drafting
     check_options(args)
+    check_profile(args)
     if args.dry_run:
         from common.dryrun import print_dry_runs  # which a run does not wait for
 
@@ -246,7 +252,9 @@ def run(
     texts = [] if args.chat else read_prompts(args)
     model = open_from(module, args, max(1, len(texts)))
     check_all_used(model.mesh)
+    check_analysis(model, args)
     job, sizes = plan_chat(model, args) if args.chat else plan_prompts(model, args, texts)
+    check_memory(model, *sizes, dtype=cache_dtype(model, args.kv_quant))
     began = time.perf_counter()
     model = read_weights(model, progress_bar(sys.stderr), args.seed, args.allow_nonfinite)
     load_s = time.perf_counter() - began

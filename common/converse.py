@@ -8,9 +8,10 @@ import contextlib
 import json
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from common.harmony import ANALYSIS, FINAL, Place, follow, speaks_harmony
 from common.load import Model
@@ -26,17 +27,20 @@ from common.tokenizer import (
 )
 
 Write = Callable[[str], None]
+WAIT_S = 3.0  # for standard input, without a word
+PROGRESS_S = 10.0  # between lines on how many prompts are answered
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """The texts to answer, from --prompt, --prompts or standard input."""
     prompts = list(args.prompt or [])
     if args.prompts:
-        prompts += [
-            line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()
-        ]
+        with open(args.prompts, encoding="utf-8") as file:
+            text = read_utf8(file, str(args.prompts))
+        # Not splitlines, which also cuts at form feeds and at separators such as U+2028.
+        prompts += [line for line in text.split("\n") if line.strip()]
     if not prompts and not args.prompts and not sys.stdin.isatty():
-        prompts = [text] if (text := sys.stdin.read()).strip() else []
+        prompts = [text] if (text := read_stdin()).strip() else []
     if not prompts and not args.prompts and args.ckpt is None:
         prompts = ["ACT I.\n\n"]
     if not prompts:
@@ -44,6 +48,24 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
             "no prompt: give --prompt, --prompts FILE, --chat, or text on standard input"
         )
     return prompts
+
+
+def read_utf8(file: TextIO, name: str) -> str:
+    try:
+        return file.read()
+    except UnicodeDecodeError:
+        raise ValueError(f"{name} is not UTF-8 text") from None
+
+
+def read_stdin() -> str:
+    """All of standard input; says that it is awaited if that takes long."""
+    note = threading.Timer(WAIT_S, sys.stderr.write, ["[waiting for a prompt on standard input]\n"])
+    note.daemon = True
+    note.start()
+    try:
+        return read_utf8(sys.stdin, "standard input")
+    finally:
+        note.cancel()
 
 
 def encode_prompt(model: Model, args: argparse.Namespace, text: str) -> list[int]:
@@ -137,19 +159,22 @@ def note_end(reply: Reply) -> None:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[list[bool]]:
-    """A list that becomes non-empty on Ctrl-C; a second Ctrl-C interrupts as usual."""
-    pressed: list[bool] = []
+def interruptible() -> Iterator[list[int]]:
+    """A list that gets the signal on Ctrl-C or SIGTERM; a second one interrupts at once."""
+    pressed: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
 
-    def handler(*_: Any) -> None:
-        pressed.append(True)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def handler(number: int, *_: Any) -> None:
+        pressed.append(number)
+        for number in signals:
+            signal.signal(number, signal.default_int_handler)
 
-    before = signal.signal(signal.SIGINT, handler)
+    before = [(number, signal.signal(number, handler)) for number in signals]
     try:
         yield pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, old in before:
+            signal.signal(number, old)
 
 
 class Job(NamedTuple):
@@ -173,12 +198,22 @@ def record(job: Job, i: int, reply: Reply) -> str:
     return json.dumps(fields, ensure_ascii=False) + "\n"
 
 
+def note_progress(replies: Sequence[Reply], told: float) -> float:
+    """Says every PROGRESS_S how many prompts are answered. When it last did, at first `told`."""
+    if (now := time.perf_counter()) - told < PROGRESS_S:
+        return told
+    done = sum(reply.finish is not None for reply in replies)
+    sys.stderr.write(f"[{done} of {len(replies)} prompts answered]\n")
+    return now
+
+
 def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: Write) -> bool:
     """Answers all prompts, in their order on stdout; True if interrupted."""
     tok, requests = session.model.tokenizer, job.requests
     raw = tok is not None and (args.raw or tok.chat_template is None)
     replies = [start_reply(tok, args, r.prompt if raw else ()) for r in requests]
     shown, began = 0, time.perf_counter()
+    told = began
     events = serve(session, requests, tok.stop_ids if tok else ())
     with interruptible() as pressed, contextlib.closing(events):
         for event in events:
@@ -192,6 +227,8 @@ def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: 
                 shown += 1
                 if shown < len(replies) and not args.json:
                     write("".join(replies[shown].text))  # what the next in order has so far
+            if len(replies) > session.slots:
+                told = note_progress(replies, told)
             if pressed:
                 break
     for i in range(shown, len(replies)):  # interrupted
@@ -203,8 +240,8 @@ def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: 
 
 
 def converse(session: Session, args: argparse.Namespace, job: Job, write: Write) -> bool:
-    """A conversation on one slot; every turn reads only what the cache does not hold yet. False:
-    Ctrl-C ends a turn, not the conversation."""
+    """A conversation on one slot; every turn reads only what the cache does not hold yet. Ctrl-C
+    ends a turn; True if SIGTERM ended the conversation."""
     tok, turns = session.model.tokenizer, list[tuple[str, str]]()
     assert tok is not None
     while True:
@@ -233,3 +270,5 @@ def converse(session: Session, args: argparse.Namespace, job: Job, write: Write)
         write("\n")
         note_end(reply)
         turns.append(("assistant", "".join(reply.answer)))
+        if signal.SIGTERM in pressed:
+            return True

@@ -273,7 +273,8 @@ class Group:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all processes for an error of this one."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         code, lines = verdict(error)
         if self.started and lines:
             time.sleep(3 * GRACE)  # what another one did shows as an error here, too

@@ -143,6 +143,8 @@ def read_shape(
             raise ValueError(f"{module.__package__} ships no model: give a checkpoint (--ckpt)")
     elif random:
         sizes = published_sizes(module)
+        if revision is not None and (ckpt in sizes or Path(ckpt).is_file()):
+            raise ValueError(f"{ckpt} is no repository of the hub and has no revision {revision!r}")
         if ckpt in sizes:
             return sizes[ckpt], None
         if Path(ckpt).is_file():

@@ -50,7 +50,7 @@ def sampling_params(
             # Judged as the float32 that it becomes: 1e-60 is not a positive top_p.
             if not isinstance(v, Real if real else Integral) or not valid(dtype(v) if real else v):
                 raise ValueError(f"{name} must be {must}, got {v!r}")
-        return jnp.asarray(np.broadcast_to(row, n).astype(dtype))
+        return jnp.broadcast_to(jnp.asarray(row.astype(dtype)), (n,))  # traced: n may be any number
 
     i32, u32, f32 = np.int32, np.uint32, np.float32
     with np.errstate(over="ignore"):

@@ -198,7 +198,7 @@ def admit(
     entering: dict[int, tuple[int, int]] = {}
     for row in range(rows):
         free = [s for s in range(row * per_row, (row + 1) * per_row) if s not in running]
-        together = [request for request, _ in entering.values()] + list(waiting)[:1]
+        together = [request for request, _ in entering.values()] + ([waiting[0]] if waiting else [])
         lengths = {tuple(buckets(len(requests[i].prompt))) for i in together}
         if free and waiting and len(lengths) == 1:
             entering[row] = (waiting.popleft(), free[0])

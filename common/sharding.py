@@ -44,9 +44,10 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
         known = name in (DATA, *MODEL) and name not in axes
-        if not (known and size.isdecimal() and 1 <= int(size) < 1 << 16):
+        if not (known and size.isdecimal() and len(size) < 6 and int(size) >= 1):
             raise ValueError(
-                f"--mesh {text!r}: expected data=N,expert=N,tensor=N, each at most once"
+                f"--mesh {text[:80]!r}: expected data=N,expert=N,tensor=N, each at most once, and "
+                "at most 5 digits"
             )
         axes[name] = int(size)
     return axes

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from engine import ENVIRONMENT
 from safetensors.numpy import load_file, save_file
 
 from common import cli
+from common.arguments import parser
+from common.converse import read_prompts
 from llama3 import model
 
 ROOT = Path(__file__).parent.parent
@@ -180,14 +183,15 @@ def test_random_weights_run_from_a_config_alone(run, tmp_path):
     assert len(records(run(*args, "--quant", "int8"))[0]["tokens"]) == 4
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("as_json", [False, True])
-def test_ctrl_c_ends_with_what_was_generated(as_json):
+def test_ctrl_c_and_sigterm_end_with_what_was_generated(as_json, number):
     args = ["--max-new-tokens", "300", "--prompt", "KING.", "--prompt", "Enter", "--slots", "1"]
     command = [sys.executable, "-m", "llama3.main", *args, *["--json"] * as_json]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=ROOT, env=ENVIRONMENT) as process:
         first = process.stdout.readline() if as_json else process.stdout.read(20)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         rest, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors.decode()
     assert errors.startswith(b"[load") and errors.count(b"\n") == 1
@@ -262,6 +266,19 @@ LONG = " ".join(["prologue"] * 400)
         (["--chat", "--json"], "--chat reads standard input"),
         (["--system", "Be brief."], "--system needs a chat template"),
         (["--ckpt", "llama9-1b", "--random"], "a directory, nor one of llama3.2-1b, llama3.2-3b"),
+        (["--mesh", "tensor=1000000"], "at most 5 digits"),
+        (["--mesh", f"data={10**30}"], "at most 5 digits"),
+        (["--mesh", "tensor=99999"], "needs 99999 devices, but only"),
+        (["--mesh", "data=99999,expert=99999,tensor=99999"], "devices, but only"),
+        (["--slots", str(10**12)], f"and {10**12} slots of 512 positions "),
+        (["--slots", str(10**30)], f"and {10**30} slots of 512 positions "),
+        (["--profile", "/dev/null/trace"], "Not a directory: '/dev/null/trace'"),
+        (["--revision", "main"], "--revision goes with a --ckpt of the hub only"),
+        (["--ckpt", str(EMBEDDED), "--revision", "x"], "is a local directory and has no revision"),
+        (["--ckpt", "llama3.2-1b", "--random", "--revision", "x"], "has no revision 'x'"),
+        (["--show-analysis"], "--show-analysis: this model does not answer in channels"),
+        (["--prompts", str(EMBEDDED)], "Is a directory"),
+        (["--prompts", str(EMBEDDED / "model.safetensors")], "model.safetensors is not UTF-8 text"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )
@@ -275,6 +292,46 @@ def test_bad_input_gets_one_line_before_any_weight_is_read(args, message, capsys
     assert captured.out == ""
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert message in captured.err
+
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "head_dim")
+SIZES = (*SIZES, "intermediate_size", "num_key_value_heads", "max_position_embeddings")
+
+
+@pytest.mark.parametrize("size", [0, -3, 2.5, 10**12, 10**30, True, "64", None, [64]], ids=str)
+@pytest.mark.parametrize("name", SIZES)
+def test_a_config_of_impossible_sizes_gets_one_line(name, size, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "read_weights", lambda *_: pytest.fail("weights were made"))
+    config = json.loads((EMBEDDED / "config.json").read_text())
+    file = tmp_path / "shape.json"
+    file.write_text(json.dumps({**config, name: size}))
+    if (name, size) in [("max_position_embeddings", 10**12), ("max_position_embeddings", 10**30)]:
+        return  # which asks for nothing
+    if (name, size) in [("head_dim", None), ("num_key_value_heads", None)]:
+        return  # which say that other fields decide
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as stop:
+        cli.main(model, ["--no-compile-cache", "--random", "--ckpt", str(file), "--prompt", "x"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and time.monotonic() - began < 10
+    assert error.startswith("error: ") and error.count("\n") == 1 and len(error) < 400, error
+
+
+def test_a_config_that_is_a_list_gets_one_line(capsys, tmp_path):
+    file = tmp_path / "shape.json"
+    file.write_text("[1]")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(model, ["--no-compile-cache", "--random", "--ckpt", str(file), "--prompt", "x"])
+    assert stop.value.code == 2
+    what = f"error: {file} does not hold a JSON object, but a list\n"
+    assert capsys.readouterr().err == what
+
+
+def test_only_the_end_of_a_line_ends_a_prompt(tmp_path):
+    file, odd = tmp_path / "prompts.txt", "a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g"
+    file.write_text(f"{odd}\r\n\nsecond\n \nthird", encoding="utf-8", newline="")
+    args = parser("llama3").parse_args(["--prompts", str(file)])
+    assert read_prompts(args) == [odd, "second", "third"]
 
 
 def test_no_prompt_at_all_is_an_error_for_a_checkpoint(run, instruct):
