@@ -145,7 +145,7 @@ def test_prompts_on_the_standard_input_of_process_0_reach_all(pair):
     options = ["--max-new-tokens", "8", "--max-len", "64", "--json", "--dtype", "float32"]
     first, second = ends(pair(*options, stdin=("KING.", "another")))
     assert (first[0], second) == (0, (0, "", ""))
-    assert first[2].startswith("[load") and first[2].count("\n") == 1
+    assert first[2].startswith("[mesh tensor=4; load") and first[2].count("\n") == 1
     record = json.loads(first[1])
     alone = [sys.executable, "-m", "llama3.main", *options, "--prompt", "KING."]
     one = subprocess.run(alone, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
@@ -261,7 +261,7 @@ def test_a_process_that_dies_while_another_reads_its_prompt_ends_it(start):
 def test_a_mistake_of_all_is_said_by_each_as_its_own(pair):
     lines = refused(pair("--prompt", "x", "--mesh", "tensor=2"))
     assert lines[0] == lines[1] and len(lines[0]) == 1
-    assert "data=1,expert=1,tensor=2 holds no device of process 1" in lines[0][0]
+    assert "the mesh tensor=2 holds no device of process 1" in lines[0][0]
 
 
 def test_a_conversation_is_refused(pair):
