@@ -31,10 +31,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.bandwidth import experts_read, read_bandwidth, step_bytes
-from common.cli import capacity_for
 from common.environment import configure_jax
 from common.load import load, read_shape
-from common.serve import Request, Session, cache_dtype, serve, start_session
+from common.serve import Request, Session, cache_dtype, capacity_for, serve, start_session
 
 PROMPT = 128  # tokens in the cache when decoding begins
 OURS, THEIRS = "folio", "transformers"

@@ -33,7 +33,7 @@ from common.harmony import speaks_harmony
 from common.hosts import Group, joined, tell
 from common.load import Model, open_model, read_weights
 from common.preflight import check_all_used, report
-from common.serve import Session, cache_dtype, check_request, start_session
+from common.serve import Session, cache_dtype, capacity_for, check_request, start_session
 from common.sharding import DATA, axes_of, make_mesh, parse_mesh, round_up
 
 
@@ -91,12 +91,6 @@ def sizes_for(model: Model, args: argparse.Namespace, need: int, prompts: int) -
     if slots < 1 or slots % rows:
         raise ValueError(f"--slots {slots} cannot be split evenly over data={rows}")
     return Sizes(slots, args.max_len or capacity_for(need, limit))
-
-
-def capacity_for(need: int, limit: int) -> int:
-    """The power of two of positions, 512 at least, that `need` fits in, but not above `limit`: so
-    that prompts of many lengths share their compiled programs."""
-    return min(limit, max(512, 1 << (need - 1).bit_length()))
 
 
 def plan_prompts(model: Model, args: argparse.Namespace, texts: list[str]) -> tuple[Job, Sizes]:

@@ -24,7 +24,8 @@ from jax.typing import DTypeLike
 from common.kernels.dispatch import Impl
 from common.load import Model
 from common.sampling import INVALID, sampling_params
-from common.sharding import DATA, P, model_shards
+from common.sharding import DATA, P, model_shards, round_up
+from common.tokenizer import decode, encode
 
 NO_TOKEN = -2  # in place of a second token, where a draft was wrong
 PROMPT_CHUNK = 512  # tokens read at once: bound by arithmetic, and in need of little memory
@@ -92,6 +93,12 @@ def cache_dtype(model: Model, quant: str | None = None) -> jnp.dtype:
     if quant is not None:
         return jnp.dtype(quant)
     return jnp.dtype("float32") if model.on_cpu else model.dtype
+
+
+def capacity_for(need: int, limit: int) -> int:
+    """The power of two of positions, 512 at least, that `need` fits in, but not above `limit`: so
+    that prompts of many lengths share their compiled programs."""
+    return min(limit, max(512, 1 << (need - 1).bit_length()))
 
 
 def start_session(
@@ -352,3 +359,30 @@ def serve(
                 empty_others(session, running)
     finally:  # also when the caller stops early
         empty_others(session, {})
+
+
+def complete(
+    model: Model,
+    prompts: Sequence[str | Sequence[int]],
+    max_new_tokens: int,
+    slots: int = 8,
+    seed: int = 0,
+    **sampling: Any,
+) -> list[str]:
+    """The text behind each prompt, which is raw text, or ids such as `encode_chat` makes. Prompt i
+    is sampled from `seed` + i; `sampling` are further fields of `Request`."""
+    if (tok := model.tokenizer) is None:
+        raise ValueError("this model has no tokenizer: see `serve`, which takes and gives ids")
+    ids = [encode(tok, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    requests = [
+        Request(prompt, max_new_tokens, seed=seed + i, **sampling) for i, prompt in enumerate(ids)
+    ]
+    need = max(map(len, ids), default=0) + max_new_tokens
+    capacity = capacity_for(need, model.config.max_position_embeddings)
+    slots = round_up(max(1, min(slots, len(ids))), model.mesh.shape[DATA])
+    session = start_session(model, slots, capacity)
+    tokens: list[list[int]] = [[] for _ in ids]
+    for event in serve(session, requests, tok.stop_ids):
+        if event.finish not in ("stop", "invalid"):
+            tokens[event.request].append(event.token)
+    return [decode(tok, each) for each in tokens]

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from common import serve as serving
 from common.load import load
 from common.score import logits
-from common.serve import Request, buckets, serve, start_session
+from common.serve import Request, buckets, complete, serve, start_session
 from common.sharding import make_mesh
+from common.tokenizer import decode, encode
 from llama3 import model
 
 PROMPTS = [[0, *range(40, 40 + n)] for n in (3, 17, 1, 40, 9, 33, 5)]
@@ -265,3 +266,20 @@ def test_buckets_hold_the_prompt_and_come_from_a_short_list(count):
     assert lengths[:-1] == [serving.PROMPT_CHUNK] * (len(lengths) - 1)
     assert lengths[-1] in {32, 64, 128, 256, 512}
     assert lengths[-1] < 2 * (count - sum(lengths[:-1])) or lengths[-1] == serving.SMALLEST_BUCKET
+
+
+def test_complete_gives_the_text_of_each_prompt_without_its_stop_token(session):
+    tok = session.model.tokenizer
+    ids = [encode(tok, text) for text in ("HAMLET.", "Enter the queen", "KING.")]
+    sampled = [Request(x, 6, seed=7 + i, temperature=0.9) for i, x in enumerate(ids)]
+    tokens, _ = answers(session, sampled)
+    texts = [decode(tok, x) for x in tokens]
+    options = dict(max_new_tokens=6, slots=2, seed=7, temperature=0.9)
+    assert complete(session.model, ["HAMLET.", ids[1], "KING."], **options) == texts
+    stop = tokens[1][3]
+    stopping = session.model._replace(tokenizer=tok._replace(stop_ids=frozenset([stop])))
+    cut = [x[: x.index(stop)] if stop in x else x for x in tokens]
+    assert complete(stopping, ids, **options) == [decode(tok, x) for x in cut]
+    assert complete(session.model, [], 5) == []
+    with pytest.raises(ValueError, match="no tokenizer"):
+        complete(session.model._replace(tokenizer=None), ids, 5)
