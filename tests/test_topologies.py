@@ -1,0 +1,86 @@
+"""docs/topologies.md: that it is what its script makes, that the script still finds the same, and
+that the chosen meshes are as good as it says."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import pytest
+from compare import assert_close
+
+from common.mesh_choice import best_axes
+from common.topology import CHIPS
+from tools import topologies
+
+DATA = topologies.read()
+SEARCHES = {key: found for key, found in DATA.items() if key.startswith("search ")}
+SMALL = ["gpt2 distilgpt2 bf16 v5e:1x1 8 2048", "qwen3 qwen3-0.6b int8 v5e:1x1 8 2048"]
+
+
+def test_the_page_and_the_picture_are_those_of_the_data():
+    assert (topologies.ROOT / "docs" / "topologies.md").read_text() == topologies.page(DATA)
+    assert (topologies.ROOT / "docs" / "topologies.svg").read_text() == topologies.picture(DATA)
+
+
+def test_every_row_that_the_script_would_compile_is_in_the_data_and_each_size_fits_somewhere():
+    rows = topologies.rows_read(DATA)
+    assert {row.key for row in rows} <= set(DATA)
+    fitting = {row.size for row in rows if DATA[row.key]["fits"]}
+    assert fitting == {size for _, size in topologies.sizes()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("key", SMALL)
+def test_a_row_compiled_again_has_the_same_figures(key, tmp_path):
+    """Shapes to the byte; what the compiler makes of them within what its versions differ by."""
+    row = topologies.row_of(key)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(topologies.config_of(row.family, row.size, row.storage)))
+    words = [sys.executable, *topologies.command(row, str(config))[1:]]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=topologies.ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    [now], then = json.loads(done.stdout), DATA[key]
+    for name in ("mesh", "fits", "capacity", "chip", "stored"):
+        assert now[name] == then[name]
+    for step in ("decode", "prompt"):
+        a, b = now["steps"][step], then["steps"][step]
+        assert (a["weights"], a["cache"]) == (b["weights"], b["cache"])
+        for name in ("memory", "traffic", "products"):
+            assert_close(a[name], b[name], rtol=0.05)
+
+
+def test_every_chosen_mesh_is_within_a_twentieth_of_the_best_that_a_search_found():
+    rows = topologies.rows_read(DATA)
+    assert set(SEARCHES) == {f"search {row.key}" for row in topologies.searched(rows)}
+    alone = {row.size for row in rows if row.topology == "v5e:1x1"}
+    searched = {topologies.row_of(key).size for key in SEARCHES}
+    assert searched | alone == {size for _, size in topologies.sizes()}
+    for key, found in SEARCHES.items():
+        ratio = found["meshes"][found["chosen"]] / min(found["meshes"].values())
+        assert ratio <= 1.05, f"{key}: {found}"
+
+
+@functools.cache
+def choose(key):
+    row = topologies.row_of(key)
+    plan, name = topologies.plan_of(row), row.topology.partition(":")[0]
+    devices = topologies.TPUS[row.topology]
+    return best_axes(plan.module, plan.config, devices, CHIPS[name], **topologies.use(plan))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("key", list(SEARCHES))
+def test_the_rule_still_chooses_what_the_search_was_compared_with(key):
+    axes = ",".join(f"{axis}={n}" for axis, n in choose(key).items() if n > 1)
+    assert axes == SEARCHES[key]["chosen"]
+
+
+@pytest.mark.full
+def test_a_search_made_again_finds_the_same():
+    key = next(key for key in SEARCHES if " llama3.1-8b " in key)
+    found = topologies.search(topologies.row_of(key))
+    assert found["chosen"] == SEARCHES[key]["chosen"]
+    assert set(found["meshes"]) == set(SEARCHES[key]["meshes"])
+    for axes, ms in found["meshes"].items():
+        assert_close(ms, SEARCHES[key]["meshes"][axes], rtol=0.1)

@@ -1,0 +1,477 @@
+"""Makes docs/topologies.md and docs/topologies.svg: which model fits where, and how fast it can be.
+
+    python tools/topologies.py compile   # fills docs/topologies.json; goes on where it was stopped
+    python tools/topologies.py search    # adds to it how good the chosen meshes are
+    python tools/topologies.py shapes    # and what follows from shapes alone
+    python tools/topologies.py write     # the page and the picture
+
+Every published size, as stored, in bfloat16 and int8, on the smallest TPU slice and on the fewest
+H100s that hold it; and the steps that other implementations published. All layers are compiled. The
+rows of GPUs need pip install -e '.[hopper]' in place of libtpu.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+from common.dryrun import Plan, compile_step, place, products_and_unread  # noqa: E402
+from common.mesh_choice import USABLE, best_axes, load_of, loads, step_seconds  # noqa: E402
+from common.quant import INT8  # noqa: E402
+from common.sharding import axes_of, make_mesh  # noqa: E402
+from common.topology import CHIPS, devices_of  # noqa: E402
+
+FAMILIES = ["gpt2", "llama3", "qwen3", "gpt_oss", "llama4", "deepseek_r1", "kimi_k2"]
+DATA = ROOT / "docs" / "topologies.json"
+SLOTS, CAPACITY = 8, 2048
+TPUS = {"v5e:1x1": 1, "v5e:2x2": 4, "v5e:2x4": 8, "v5e:4x4": 16, "v5e:4x8": 32, "v5e:8x8": 64}
+TPUS |= {"v6e:8x8": 64}
+ONE = dict(data=1, expert=1, tensor=1)
+GPUS = {f"h100:{n}": n for n in (1, 2, 4, 8)}
+ON_GPUS = ["gpt2-xl", "llama3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"]
+# Sizes of the same shape as another. The fp8 files of Qwen3 are left out too.
+ALIKE = {"deepseek-v3": "deepseek-r1", "kimi-k2-instruct-0905": "kimi-k2-instruct"}
+
+
+class Row(NamedTuple):
+    """One size, in one storage, on one slice."""
+
+    family: str
+    size: str
+    storage: str  # "as stored", "bf16" or "int8"
+    topology: str
+    slots: int = SLOTS
+    capacity: int = CAPACITY
+    mesh: str = ""  # chosen unless given
+    kv: str = ""
+
+    @property
+    def key(self) -> str:
+        return " ".join(map(str, self)).strip()
+
+
+def config_of(family: str, size: str, storage: str) -> dict[str, Any]:
+    """The published configuration; in bf16 of what is published in fewer bits, without them."""
+    hf = importlib.import_module(f"{family}.shapes").SHAPES[size]
+    dropped = ("quantization_config",) if storage == "bf16" else ()
+    return {name: value for name, value in hf.items() if name not in dropped}
+
+
+def plan_of(row: Row) -> Plan:
+    module = importlib.import_module(f"{row.family}.model")
+    config = module.config_from_hf(config_of(row.family, row.size, row.storage))
+    capacity = min(row.capacity, config.max_position_embeddings)
+    wide = row.family == "gpt2" and row.storage == "as stored"
+    dtype = jnp.dtype("float32" if wide else "bfloat16")
+    int8 = row.storage == "int8"
+    cache = jnp.dtype(row.kv or ("int8" if int8 else dtype))
+    plan = Plan(module, config, row.size, row.slots, capacity, dtype=dtype, cache_dtype=cache)
+    return plan._replace(storage=INT8 if int8 else None)
+
+
+def use(plan: Plan) -> dict[str, Any]:
+    return dict(
+        slots=plan.slots,
+        capacity=plan.capacity,
+        dtype=plan.dtype,
+        cache_dtype=plan.cache_dtype,
+        storage=plan.storage,
+    )
+
+
+def fits(plan: Plan, topology: str, devices: int) -> bool:
+    """Whether some mesh holds the model, by its shapes."""
+    room = USABLE * CHIPS[topology.partition(":")[0]].memory
+    whole = load_of(plan.module, plan.config, ONE, **use(plan))
+    if whole.weights + whole.cache > room * devices:
+        return False
+    found = loads(plan.module, plan.config, devices, **use(plan))
+    return any(load.weights + load.cache <= room for _, load in found)
+
+
+def storages(family: str, size: str) -> list[str]:
+    stored = config_of(family, size, "as stored")
+    others = "quantization_config" in stored or family == "gpt2"
+    return ["as stored", "bf16", "int8"] if others else ["bf16", "int8"]
+
+
+def sizes() -> Iterator[tuple[str, str]]:
+    for family in FAMILIES:
+        for size in importlib.import_module(f"{family}.shapes").SHAPES:
+            if size not in ALIKE and not size.endswith("-fp8"):
+                yield family, size
+
+
+# Llama-3.1-70B with 8 slots, and so on: what others published, or compile to: see the page.
+REFERENCE = [
+    Row("llama3", "llama3.1-70b", "int8", "v5e:4x4"),
+    Row("deepseek_r1", "deepseek-r1", "int8", "v5e:8x8", 1, 512, kv="bfloat16"),
+    Row("qwen3", "qwen3-235b-a22b", "int8", "v5e:4x8"),
+    Row("gpt_oss", "gpt-oss-120b", "int8", "v5e:4x4"),
+    Row("llama4", "llama-4-scout", "int8", "v5e:4x4", 16, 4096),
+    Row("kimi_k2", "kimi-k2-instruct", "int8", "v6e:8x8", kv="bfloat16"),
+    Row("kimi_k2", "kimi-k2-instruct", "int8", "v6e:8x8", mesh="expert=32,tensor=2", kv="bfloat16"),
+]
+
+
+def rows() -> list[Row]:
+    """All rows of the table, those of TPUs first."""
+    found = list(REFERENCE)
+    for ladder in (TPUS, GPUS):
+        for family, size in sizes():
+            if ladder is GPUS and size not in ON_GPUS:
+                continue
+            for storage in storages(family, size):
+                row = Row(family, size, storage, "")
+                plan = plan_of(row)
+                if topology := next((t for t, n in ladder.items() if fits(plan, t, n)), None):
+                    found.append(row._replace(topology=topology))
+                    if ladder is GPUS:
+                        break  # the first storage that fits
+    return list(dict.fromkeys(found))
+
+
+def read() -> dict[str, Any]:
+    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+
+
+def versions() -> str:
+    return f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}"
+
+
+def keep(data: dict[str, Any]) -> None:
+    text = json.dumps(data, sort_keys=True)
+    text = text.replace('}, "', '},\n"')  # a run a line
+    DATA.write_text(text + "\n", encoding="utf-8")
+
+
+def command(row: Row, config: str) -> list[str]:
+    """The command that prints a row's figures."""
+    plan = plan_of(row)
+    words = [sys.executable, "-m", f"{row.family}.main", "--ckpt", config, "--json"]
+    words += ["--dry-run", row.topology, "--slots", str(row.slots)]
+    words += ["--max-len", str(plan.capacity), "--dtype", str(plan.dtype)]
+    words += ["--quant", "int8"] if plan.storage else []
+    words += ["--kv-quant", "int8"] if plan.cache_dtype == jnp.int8 else []
+    return [*words, "--mesh", row.mesh] if row.mesh else words
+
+
+def compile_rows(match: str) -> None:
+    """Compiles the rows that are missing, one after the other, each in a process of its own."""
+    package = dict(h100="jax_cuda13_plugin")
+    for row in rows():
+        missing = package.get(row.topology.partition(":")[0], "libtpu")
+        if row.key in read() or match not in row.key or not importlib.util.find_spec(missing):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "config.json"
+            file.write_text(json.dumps(config_of(row.family, row.size, row.storage)))
+            done = subprocess.run(command(row, str(file)), capture_output=True, text=True, cwd=ROOT)
+        if done.returncode:
+            print(row.key, done.stderr.strip().splitlines()[-1:], flush=True)
+            continue
+        [run] = json.loads(done.stdout)
+        keep(read() | {row.key: run | dict(model=row.size)})
+        print(row.key, {k: v.get("seconds") for k, v in run["steps"].items()}, flush=True)
+
+
+# ---- the search
+
+
+def few_layers(config: Any) -> Any:
+    """Two layers; where the first ones are dense, one of each kind."""
+    few = config._replace(num_hidden_layers=2)
+    dense = "first_k_dense_replace" in config._fields
+    return few._replace(first_k_dense_replace=1) if dense else few
+
+
+def search(row: Row) -> dict[str, Any]:
+    """The estimate of a decoding step of two layers, compiled, on the chosen mesh and on every
+    other one that holds all layers."""
+    plan, chip = plan_of(row), CHIPS[row.topology.partition(":")[0]]
+    devices = devices_of(row.topology)
+    chosen = axes_of(place(plan, row.topology, "").mesh)
+    fit = loads(plan.module, plan.config, len(devices), **use(plan))
+    meshes: list[Any] = [
+        make_mesh(**axes, devices=devices)
+        for axes, load in fit
+        if load.weights + load.cache <= USABLE * chip.memory
+    ]
+    few = plan._replace(config=few_layers(plan.config))
+
+    def estimate(mesh: Any) -> float | None:
+        report = compile_step(few, mesh).report
+        if report is None:
+            return None
+        return 1e3 * step_seconds(chip, report.traffic, report.sent, report.messages)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = dict(zip(map(axes_of, meshes), pool.map(estimate, meshes), strict=True))
+    return dict(chosen=chosen, meshes={x: round(ms, 4) for x, ms in found.items() if ms})
+
+
+def searched(every: list[Row]) -> list[Row]:
+    """What is searched for: every size on the first slice in the table that has a choice."""
+    first: dict[str, Row] = {}
+    for row in every:
+        if row not in REFERENCE and TPUS.get(row.topology, 1) > 1:
+            first.setdefault(row.size, row)
+    return list(first.values())
+
+
+def search_rows(match: str) -> None:
+    for row in searched(rows()):
+        key = f"search {row.key}"
+        if match in key and key not in read():
+            found = search(row)
+            jax.clear_caches()
+            keep(read() | {key: found})
+            print(key, found, flush=True)
+
+
+# ---- what follows from shapes alone
+
+
+def floor_ms(plan: Plan, topology: str, devices: int) -> float | None:
+    """Milliseconds in which a device reads its weights, of experts those that are chosen, and the
+    whole cache, on the best mesh; None if that does not fit."""
+    chip = CHIPS[topology.partition(":")[0]]
+    axes = best_axes(plan.module, plan.config, devices, chip, **use(plan))
+    load = load_of(plan.module, plan.config, axes, **use(plan))
+    if load.weights + load.cache > USABLE * chip.memory:
+        return None
+    _, unread = products_and_unread(plan, axes, plan.slots // axes["data"])
+    return 1e3 * (load.weights - load.looked_up - unread + load.cache) / chip.bandwidth
+
+
+def shape_cells() -> dict[str, dict[str, list[Any]]]:
+    """For each size and topology, the first storage that fits and its floor."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    for family, size in sizes():
+        plans = {x: plan_of(Row(family, size, x, "")) for x in ("as stored", "int8")}
+        cells = found.setdefault(size, {})
+        for topology, devices in (TPUS | GPUS).items():
+            for storage, plan in plans.items():
+                if fits(plan, topology, devices) and (ms := floor_ms(plan, topology, devices)):
+                    cells[topology] = [storage, round(ms, 3)]
+                    break
+        print(size, cells, flush=True)
+    return found
+
+
+# ---- the page
+
+
+def figure(step: dict[str, Any]) -> list[str]:
+    """Of a step: what it moves, its floor, and its collectives."""
+    if "refusal" in step:
+        return ["-", "-", "-"]
+    each = [c for c in step["collectives"] if not c["conditional"]]
+    times, sent = sum(c["times"] for c in each), sum(c["bytes"] for c in each)
+    floor = max(step["floor_ms"].values())
+    by = max(step["floor_ms"], key=lambda name: step["floor_ms"][name])
+    mark = "" if by == "memory" else f" ({by})"
+    return [f"{step['traffic'] / 1e9:.2f}", f"{floor:.2f}{mark}", f"{times} of {sent / 1e6:.1f}"]
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def run_row(row: Row, run: dict[str, Any]) -> list[str]:
+    memory = f"{run['memory'] / 1e9:.2f} of {run['chip']['memory'] / 1e9:.1f}"
+    verdict = memory if run["fits"] else f"{memory}: does not fit"
+    figures = [*figure(run["steps"]["decode"]), *figure(run["steps"]["prompt"])]
+    place = [row.size, row.storage, row.topology, f"`{run['mesh']}`"]
+    return [*place, verdict, *figures, str(run["most_slots"])]
+
+
+class Point(NamedTuple):
+    """What another implementation's compiled step has, on one device."""
+
+    memory: float  # GB
+    traffic: str  # GB
+    collectives: int
+    sent: float  # MB
+
+
+POINTS = [
+    Point(7.03, "4.54 to 4.88", 160, 21.0),
+    Point(13.98, "5.1 to 12.0", 182, 2.6),
+    Point(10.77, "", 188, 12.3),
+    Point(9.99, "", 75, 3.3),
+    Point(12.25, "5.7 to 11.7", 144, 23.6),
+    Point(20.7, "2.8 to 18.5", 184, 20.9),
+    Point(20.7, "2.8 to 18.5", 184, 20.9),
+]
+
+
+def point_row(row: Row, point: Point, run: dict[str, Any]) -> list[str]:
+    decode = run["steps"]["decode"]
+    traffic, floor, collectives = figure(decode)
+    times, _, sent = collectives.partition(" of ")
+    read = decode["floor_ms"]["memory"] * run["chip"]["bandwidth"] / 1e12
+    both = traffic if abs(read - float(traffic)) < 0.01 else f"{read:.2f} to {traffic}"
+    return [
+        f"{row.size}, {row.slots} x {row.capacity}, {row.topology}, `{run['mesh']}`",
+        f"{point.memory} → **{decode['memory'] / 1e9:.2f}**",
+        f"{point.traffic or '?'} → **{both}**",
+        f"{point.collectives} → **{times}**",
+        f"{point.sent} → **{sent}**",
+        floor,
+    ]
+
+
+def search_row(row: Row, found: dict[str, Any]) -> list[str]:
+    best = min(found["meshes"], key=lambda axes: found["meshes"][axes])
+    ratio = found["meshes"][found["chosen"]] / found["meshes"][best]
+    count = str(len(found["meshes"]))
+    names = [row.size, row.storage, row.topology, count, f"`{found['chosen']}`"]
+    return [*names, "the same" if ratio == 1 else f"`{best}`", f"{ratio:.3f}"]
+
+
+def row_of(key: str) -> Row:
+    """The row that a key of the data was made of."""
+    every = rows_read(read())
+    keys = {row.key: row for row in every}
+    keys |= {f"search {row.key}": row for row in searched(every)}
+    return keys[key]
+
+
+def rows_read(data: dict[str, Any]) -> list[Row]:
+    """The rows in the data, in the order of the families."""
+    return [Row(*fields) for fields in data["rows"]]
+
+
+def page(data: dict[str, Any]) -> str:
+    every = rows_read(data)
+    runs = [(row, data[row.key]) for row in every if row.key in data]
+    searches = [(row, data[f"search {row.key}"]) for row in searched(every)]
+    head = ["model", "weights", "slice", "mesh", "memory, GB"]
+    steps = ["decode: moves, GB", "floor, ms", "collectives, MB"]
+    steps += ["prompt of 512: moves, GB", "floor, ms", "collectives, MB", "slots that fit"]
+    filled = dict(
+        versions=data["versions"],
+        sizes="\n".join(
+            table([*head, *steps], [run_row(*x) for x in runs if x[0] not in REFERENCE])
+        ),
+        points="\n".join(
+            table(
+                ["decoding, int8", "memory, GB", "traffic, GB", "collectives", "MB", "floor, ms"],
+                [
+                    point_row(row, point, data[row.key])
+                    for row, point in zip(REFERENCE, POINTS, strict=True)
+                ],
+            )
+        ),
+        searches="\n".join(
+            table(
+                ["model", "weights", "slice", "meshes", "chosen", "best", "chosen ÷ best"],
+                [search_row(*x) for x in searches],
+            )
+        ),
+    )
+    text = (ROOT / "tools" / "topologies.template.md").read_text(encoding="utf-8")
+    for name, value in filled.items():
+        text = text.replace("{{" + name + "}}", value)
+    return text
+
+
+# ---- the picture
+
+
+STYLE = """
+  text { font: 12px system-ui, sans-serif; fill: #1f2328 }
+  .head { font-weight: 600 } .value { text-anchor: middle }
+  .small { font-size: 11px; fill: #59636e }
+  rect { rx: 3px } .yes { fill: #2da44e } .int8 { fill: #0969da }
+  .no { fill: #8c959f; fill-opacity: 0.15 }
+  @media (prefers-color-scheme: dark) { text { fill: #f0f6fc } .small { fill: #9198a1 } }
+"""
+LEFT, TOP, WIDTH, HEIGHT = 180, 64, 58, 22
+
+
+def number(ms: float) -> str:
+    return f"{ms:.2f}" if ms < 1 else f"{ms:.1f}" if ms < 10 else f"{ms:.0f}"
+
+
+def picture(data: dict[str, Any]) -> str:
+    """A cell for each size and slice: green as stored, blue in int8, the stronger the faster."""
+    topologies = [*TPUS, *GPUS]
+    cells = data["shapes"]
+    wide = LEFT + WIDTH * len(topologies) + 8
+    high = TOP + HEIGHT * len(cells) + 46
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" role="img">',
+        "<title>Which model fits which slice, and the floor of a decoding step</title>",
+        f"<style>{STYLE}</style>",
+        f'<text class="head" x="8" y="20">ms to decode one token in each of {SLOTS} slots of '
+        f"{CAPACITY:,} positions, at best</text>",
+    ]
+    for i, topology in enumerate(topologies):
+        name, _, size = topology.partition(":")
+        count = (TPUS | GPUS)[topology]
+        middle = LEFT + WIDTH * i + WIDTH // 2
+        out.append(f'<text class="value head" x="{middle}" y="{TOP - 22}">{name}</text>')
+        out.append(f'<text class="value small" x="{middle}" y="{TOP - 8}">{count}</text>')
+    for j, (_, size) in enumerate(sizes()):
+        fitting = cells[size]
+        y = TOP + HEIGHT * j
+        out.append(f'<text x="8" y="{y + 15}">{size}</text>')
+        for i, topology in enumerate(topologies):
+            storage, ms = fitting.get(topology, ("", 0.0))
+            kind = {"as stored": "yes", "int8": "int8"}.get(storage, "no")
+            strength = f"{max(0.2, min(0.75, 0.75 - 0.2 * math.log10(max(ms, 0.3) / 0.3))):.2f}"
+            fill = f' fill-opacity="{strength}"' if ms else ""
+            x = LEFT + WIDTH * i
+            box = f'x="{x + 2}" y="{y + 1}" width="{WIDTH - 4}" height="{HEIGHT - 3}"'
+            out.append(f'<rect class="{kind}" {box}{fill}/>')
+            if ms:
+                middle = x + WIDTH // 2
+                out.append(f'<text class="value" x="{middle}" y="{y + 15}">{number(ms)}</text>')
+    y = high - 26
+    for i, (kind, text) in enumerate(
+        [("yes", "weights as stored"), ("int8", "only in int8"), ("no", "does not fit")]
+    ):
+        x = 8 + 170 * i
+        out.append(f'<rect class="{kind}" x="{x}" y="{y}" width="16" height="14"/>')
+        out.append(f'<text x="{x + 22}" y="{y + 12}">{text}</text>')
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    ap.add_argument("what", choices=["compile", "search", "shapes", "write"])
+    ap.add_argument("--match", default="", help="only rows whose key has this in it")
+    args = ap.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    if args.what == "compile":
+        compile_rows(args.match)
+    elif args.what == "search":
+        search_rows(args.match)
+    elif args.what == "shapes":
+        keep(read() | dict(rows=rows(), shapes=shape_cells(), versions=versions()))
+    else:
+        (ROOT / "docs" / "topologies.md").write_text(page(read()), encoding="utf-8")
+        (ROOT / "docs" / "topologies.svg").write_text(picture(read()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
