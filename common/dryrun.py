@@ -456,8 +456,10 @@ def as_json(run: DryRun) -> dict[str, Any]:
         if step.report is None:
             return figures | dict(refusal=step.refusal)
         report = step.report._asdict() | dict(memory=step.report.memory)
+        report["seconds"] = round(step.report.seconds, 1)
         report["collectives"] = [c._asdict() for c in step.report.collectives]
-        return figures | report | dict(floor_ms=step.floor_ms(run.chip), products=step.products)
+        floor = {name: round(ms, 6) for name, ms in step.floor_ms(run.chip).items()}
+        return figures | report | dict(floor_ms=floor, products=step.products)
 
     plan, (slots, positions) = run.plan, run.room
     return dict(

@@ -145,7 +145,7 @@ def test_prompts_on_the_standard_input_of_process_0_reach_all(pair):
     options = ["--max-new-tokens", "8", "--max-len", "64", "--json", "--dtype", "float32"]
     first, second = ends(pair(*options, stdin=("KING.", "another")))
     assert (first[0], second) == (0, (0, "", ""))
-    assert first[2].startswith("[load") and first[2].count("\n") == 1
+    assert first[2].startswith("[mesh tensor=4; load") and first[2].count("\n") == 1
     record = json.loads(first[1])
     alone = [sys.executable, "-m", "llama3.main", *options, "--prompt", "KING."]
     one = subprocess.run(alone, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
@@ -173,6 +173,7 @@ def test_a_process_that_does_not_come_is_named_within_the_time_given(start):
     assert first[0].startswith("error: processes 1, 3 of 4 did not come within 5 s (--join-timeout")
 
 
+@pytest.mark.full
 def test_process_0_that_does_not_come_is_named_with_its_address(start):
     where = f"127.0.0.1:{free_port()}"
     command = ["-m", "llama3.main", "--coordinator", where, "--join-timeout", "3"]
@@ -202,6 +203,7 @@ def test_all_that_differs_is_said_a_line_each_on_every_process(pair, tmp_path):
     ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("process", "options", "message"),
     [
@@ -221,6 +223,7 @@ def test_a_mistake_in_one_process_ends_the_others_with_a_line_that_names_it(
     assert lines[1 - process][0].startswith(f"error: process {process} on {here}: {message}")
 
 
+@pytest.mark.full
 def test_damage_that_one_process_finds_while_it_loads_ends_the_others_too(pair, tmp_path):
     """The sizes of all files are alike."""
     for i in range(2):
@@ -234,6 +237,7 @@ def test_damage_that_one_process_finds_while_it_loads_ends_the_others_too(pair, 
     assert any("embed_jokers" in line for line in lines[1])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("processes", "message"),
     [
@@ -247,6 +251,7 @@ def test_processes_that_do_not_fit_together_are_named(start, processes, message)
     assert lines == [["error: " + message.format(socket.gethostname())]] * len(processes)
 
 
+@pytest.mark.full
 def test_a_process_that_dies_while_another_reads_its_prompt_ends_it(start):
     where = ["--coordinator", f"127.0.0.1:{free_port()}", "--process"]
     first = start(["-m", "llama3.main", *where, "0/2"], stdin=None)
@@ -258,12 +263,14 @@ def test_a_process_that_dies_while_another_reads_its_prompt_ends_it(start):
     assert first.stderr.read() == f"error: process 1 on {socket.gethostname()} has died\n"
 
 
+@pytest.mark.full
 def test_a_mistake_of_all_is_said_by_each_as_its_own(pair):
     lines = refused(pair("--prompt", "x", "--mesh", "tensor=2"))
     assert lines[0] == lines[1] and len(lines[0]) == 1
-    assert "data=1,expert=1,tensor=2 holds no device of process 1" in lines[0][0]
+    assert "the mesh tensor=2 holds no device of process 1" in lines[0][0]
 
 
+@pytest.mark.full
 def test_a_conversation_is_refused(pair):
     lines = refused(pair("--chat"))
     assert lines == [["error: --chat talks to one process, and here are several"]] * 2
