@@ -1,6 +1,7 @@
 """The pictures in the READMEs are those that tools/pictures.py draws, and say what is true."""
 
 import importlib
+import itertools
 import re
 from xml.etree import ElementTree
 
@@ -57,18 +58,43 @@ def test_a_picture_has_both_colours_and_fetches_nothing(name):
     assert len(source) < 50_000
 
 
-@pytest.mark.parametrize("name", pictures.PICTURES)
-def test_no_word_of_a_picture_is_cut_off(name):
-    """By an estimate of a wide font: 7.2 pixels a character, or 8.4 in a title."""
-    root = ElementTree.parse(pictures.FOLDER / f"{name}.svg").getroot()
-    height = float(root.get("height"))
-    for e in root.iter():
+def extents(name, letter=6.6):
+    """Of each line of text its words, left, right and baseline, by the estimate that a letter is so
+    wide, in a title 1.2 times; and of each box left, right, top and bottom."""
+    texts, boxes = [], []
+    for e in ElementTree.parse(pictures.FOLDER / f"{name}.svg").getroot().iter():
+        kind = e.get("class", "")
         if e.tag.endswith("}text"):
-            kind = e.get("class", "")
-            width = len(e.text) * (8.4 if "title" in kind else 7.2)
+            width = len(e.text) * letter * (1.2 if "title" in kind else 1)
             left = float(e.get("x")) - (0 if "left" in kind else width / 2)
-            assert left >= 4 and left + width <= pictures.WIDTH, e.text
-            assert 12 < float(e.get("y")) < height - 6, e.text
+            texts.append((e.text, left, left + width, float(e.get("y"))))
+        elif e.tag.endswith("}rect") and kind != "frame":
+            x, y, w, h = (float(e.get(key)) for key in ("x", "y", "width", "height"))
+            boxes.append((x, x + w, y, y + h))
+    return texts, boxes
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_words_stay_in_the_picture_and_in_their_box(name):
+    """A font that is wider than most still fits."""
+    _, (background, *_) = extents(name)
+    for words, left, right, y in extents(name, letter=7.2)[0]:
+        assert left >= 4 and right <= background[1], words
+        assert 12 < y < background[3] - 6, words
+    texts, (_, *boxes) = extents(name)
+    for words, left, right, y in texts:
+        for x, end, top, bottom in boxes:
+            outside = right <= x or end <= left or not top < y < bottom
+            assert outside or x <= left and right <= end, words
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_no_words_lie_on_others(name):
+    texts, _ = extents(name)
+    for i, (words, left, right, y) in enumerate(texts):
+        for others, left_2, right_2, y_2 in texts[:i]:
+            apart = abs(y - y_2) > 12 or right < left_2 or right_2 < left
+            assert apart, f"{words} on {others}"
 
 
 def test_gpt2_has_the_numbers_that_the_picture_says():
@@ -126,7 +152,7 @@ def test_llama3_sends_what_the_picture_says():
     said = words("llama3")
     assert f"all-reduce [8, 1, 4096] bfloat16: {sent:,} bytes" in said
     total = (len(hidden) * sent + greedy) / 1e6
-    assert f"{len(hidden)} x {sent:,} + {greedy} bytes = {total:.2f} MB go" in said
+    assert f"{len(hidden)} x {sent:,} + {greedy} bytes = {total:.2f} MB into" in said
 
 
 def test_llama3_reads_what_the_picture_says():
@@ -171,9 +197,9 @@ def test_the_byte_of_the_picture_is_decoded_by_the_rule():
 
     said = words("gpt_oss")
     byte = int(re.search(r"a byte: 0x(\w\w)", said).group(1), 16)
-    scale = 2.0 ** (int(re.search(r"neighbours: (\d+)", said).group(1)) - 127)
-    assert f"earlier: {decoded(byte & 15):g} / {1 / scale:g} = {decoded(byte & 15) * scale}" in said
-    assert f"later: {decoded(byte >> 4):g} / {1 / scale:g} = {decoded(byte >> 4) * scale}" in said
+    scale = 2.0 ** (int(re.search(r"another byte: (\d+)", said).group(1)) - 127)
+    assert f"first: {decoded(byte & 15):g} / {1 / scale:g} = {decoded(byte & 15) * scale}" in said
+    assert f"second: {decoded(byte >> 4):g} / {1 / scale:g} = {decoded(byte >> 4) * scale}" in said
     assert "\n".join(f"{decoded(code):g}" for code in range(8)) in said
     assert f"{(16 + 1) * 8 / 32} bits a number" in said
 
@@ -202,6 +228,46 @@ def test_latent_attention_takes_the_bytes_that_the_picture_says():
     assert f"4,096 tokens: {full * 4096 / 1e6:.0f} MB of keys" in said
 
 
+def test_the_experts_of_the_two_models_are_those_that_the_picture_says():
+    """By the rules, in numpy: sums of the two best in each group, then the best of four groups."""
+    s_E = 1 / (1 + np.exp(-np.random.default_rng(1).normal(size=384)))
+    groups = s_E[:256].reshape(8, 32)
+    sums = np.sort(groups)[:, -2:].sum(axis=1)
+    kept = np.argsort(-sums)[:4]
+    allowed = [e for e in np.argsort(-s_E[:256]) if e // 32 in kept][:8]
+    best, kimi = np.argsort(-s_E[:256])[:8], np.argsort(-s_E)[:8]
+    root = ElementTree.parse(pictures.FOLDER / "kimi_k2.svg").getroot()
+    elements = [e for e in root.iter() if e.tag[-4:] in ("rect", "text")]
+    drawn = {"green": [], "yellow": []}
+    for e, inside in itertools.pairwise(elements):
+        if e.get("class") in drawn:
+            drawn[e.get("class")].append(int(inside.text))
+    assert drawn["green"] == sorted(allowed) + sorted(kimi)
+    assert drawn["yellow"] == sorted(set(best) - set(allowed)) != []
+    frames = [e.get("class") for e in elements if e.get("width") == "99"]
+    assert frames == ["blue" if g in kept else "empty" for g in range(8)]
+    said = words("kimi_k2")
+    assert all(f"group {g}\nsum {total:.2f}" in said for g, total in enumerate(sums))
+
+
+def test_the_numbers_of_the_two_models_are_those_that_their_papers_say():
+    names, r1, k2 = (
+        column.split("\n")
+        for column in re.search(
+            r"\n(layers.*)\nDeepSeek R1\n(.*)\nKimi K2\n(.*)", words("kimi_k2"), re.DOTALL
+        ).groups()
+    )
+    assert dict(zip(names, zip(r1, k2, strict=True), strict=True)) == {
+        "layers": ("61", "61"),
+        "of them without experts": ("3", "1"),
+        "heads": ("128", "64"),
+        "cache of a token and layer": ("512 + 64 numbers",) * 2,
+        "a token's expert weights sum to": ("2.5", "2.827"),
+        "rope_theta": ("10,000", "50,000"),
+        "parameters": ("671 billion", "1,026 billion"),
+    }
+
+
 def test_a_query_of_the_picture_sees_its_chunk():
     """The coloured squares of both grids, one by one."""
     root = ElementTree.parse(pictures.FOLDER / "llama4.svg").getroot()
@@ -215,7 +281,7 @@ def test_a_query_of_the_picture_sees_its_chunk():
     assert squares["green"] == set(pairs)
     assert squares["blue"] == {(q, k) for q, k in pairs if q // 4 == k // 4}
     said = words("llama4")
-    assert "Scout's 48 layers, 36 of them rotary (chunks of 8,192" in said
+    assert "Scout's 48 layers: 36 rotary, in chunks of 8,192" in said
     for p in (0, 8191, 131071, 10485759):
         assert f"{1 + 0.1 * np.log(1 + (p + 1) // 8192):.2f} at {p:,}" in said
 

@@ -205,8 +205,10 @@ def gpt2_layer() -> Picture:
         text(20, 488, f"{L} x {millions(layer)} in the layers, {millions(w.embed)} in embed, "
              f"{millions(w.positions)} in positions and {2 * D:,} in the last norm: {count(w):,} "
              "numbers.", "left"),
+        text(20, 510, "T: tokens of the text. S: positions of the cache. M: million. The count of "
+             "a layer includes its biases and norms.", "left faint"),
     ]
-    return Picture("GPT-2 (124M): what a layer reads from the stream and adds to it", 510, shapes)
+    return Picture("GPT-2 (124M): what a layer reads from the stream and adds to it", 532, shapes)
 
 
 def llama3_step() -> Picture:
@@ -228,9 +230,9 @@ def llama3_step() -> Picture:
 
     reduce = f"all-reduce {shape(B, 1, D)} bfloat16: {sent:,} bytes"
     N, K = c.num_attention_heads // n, c.num_key_value_heads // n
-    heads = f"norm\n{N} query heads\n{K} heads of keys, values\nand their cache; wo"
-    places = ((87, "embedding"), (168, f"{layers} layers"), (205, "attention"), (324, "MLP"),
-              (421, "head"))
+    heads = f"norm\n{N} query heads\n{K} key/value heads\nand their cache; wo"
+    places = ((52, "device"), (87, "embedding"), (168, f"{layers} layers:"), (205, "attention"),
+              (324, "MLP"), (421, "head"))
     shapes = [
         *(text(20, y, place, "left") for y, place in places),
         *(text(x + 82, 52, f"tensor = {d}") for d, x in enumerate(columns)),
@@ -239,14 +241,14 @@ def llama3_step() -> Picture:
         box(125, 156, 725, 234, kind="frame"),
         *on_each(162, 86, "green", lambda d: heads),
         *collective(262, reduce),
-        *on_each(302, 44, "green", lambda d: f"norm; gate, up, down:\n{F // n:,} of {F:,}"),
+        *on_each(302, 44, "green", lambda d: f"norm; gate, up, down:\n{F // n:,} of F = {F:,}"),
         *collective(360, reduce),
         *on_each(400, 42, "blue", lambda d: f"norm; logits\n{shape(B, 1, V)}"),
-        *collective(456, f"all-reduces {shape(B)}: the largest logit, then its lowest id: {greedy} "
-                    "bytes"),
+        *collective(456, f"all-reduces {shape(B)}: the largest logit, then the lowest id that "
+                    f"has it: {greedy} bytes"),
         *on_each(496, 28, "plain", lambda d: f"the same {B} tokens"),
-        text(20, 551, f"Of each device, {reduces} x {sent:,} + {greedy} bytes = "
-             f"{(reduces * sent + greedy) / 1e6:.2f} MB go into all-reduces. It reads "
+        text(20, 551, f"Each device puts {reduces} x {sent:,} + {greedy} bytes = "
+             f"{(reduces * sent + greedy) / 1e6:.2f} MB into all-reduces. It reads "
              f"{count(weights, n) * nbytes / 1e9:.2f} GB of weights, and {position:,}", "left"),
         text(20, 570, "bytes of cache for each filled position of a slot. Queries, keys, values "
              "and scores stay where they are made.", "left"),
@@ -271,7 +273,7 @@ def qwen3_experts() -> Picture:
     (M, X), colours, h, top = expert_MX.shape, ("blue", "green", "purple", "empty"), 30, 98
     titles = ((150, "1. router: probabilities\nof experts 0 to 3"),
               (375, "2. two choices a token,\nscaled to a sum of 1"),
-              (600, "3. sorted by expert:\nan expert's rows are neighbours"),
+              (600, "3. sorted: an expert's\nrows are neighbours"),
               (775, "4. each group times\nits expert's matrix"))
     shapes = [text(x, 64, words) for x, words in titles]
     for m in range(M):
@@ -318,19 +320,21 @@ def gpt_oss_numbers() -> Picture:
     shapes = [
         text(40, 62, f"a byte: 0x{byte:X}", "left"),
         *grid(150, 46, [halves], 34, 32, [f"{byte:08b}"]),
-        text(218, 94, f"{high:g}: the later", "faint"),
-        text(354, 94, f"{low:g}: the earlier", "faint"),
-        text(440, 62, f"the scale of {group} neighbours: {exponent} - 127 = {power}", "left"),
-        text(440, 84, f"so each is multiplied by 2^{power} = 1/{2**-power}", "left"),
-        text(40, 128, "sign, two bits of exponent, one of mantissa:", "left"),
+        text(218, 94, f"second number: {high:g}", "faint"),
+        text(354, 94, f"first number: {low:g}", "faint"),
+        text(450, 62, f"the scale of {group} neighbours, another byte: {exponent}", "left"),
+        text(450, 84, f"multiplies each by 2^({exponent} - 127) = 2^{power} = 1/{2**-power}",
+             "left"),
+        text(40, 128, "a number is a sign s (purple), two bits of exponent (blue) and one of "
+             "mantissa (green):", "left"),
         *grid(40, 142, [["plain"] * 8, ["empty"] * 8], 66, 26,
               [[f"s{n:03b}" for n in range(8)], [f"{x:g}" for x in digits[:8]]]),
-        text(590, 155, f"earlier: {low:g} / {2**-power} = {earlier:g}", "left"),
-        text(590, 181, f"later: {high:g} / {2**-power} = {later:g}", "left"),
+        text(590, 155, f"first: {low:g} / {2**-power} = {earlier:g}", "left"),
+        text(590, 181, f"second: {high:g} / {2**-power} = {later:g}", "left"),
         text(40, 218, f"{group // 2} bytes and one of scale for {group} numbers: "
              f"{8 * (group // 2 + 1) / group:g} bits a number, where bfloat16 takes 16.", "left"),
         arrow((20, 244), (840, 244), head=False),
-        text(20, 270, "A sink: a learned logit that joins the softmax, and has no value",
+        text(20, 270, "A sink: a learned score that joins the softmax, and has no value",
              "title left"),
     ]
     logits, sink = jnp.array([2.0, 1, 0, -1]), 3.0
@@ -383,20 +387,76 @@ def deepseek_attention() -> Picture:
     )
     for side, (title, steps, (k, value), note) in enumerate(sides):
         x = 20 + 420 * side
-        cost = f"2 x ({k} + {value}) = {2 * (k + value):,} operations a query, key and head"
+        cost = f"2 x ({k} + {value}) = {2 * (k + value):,} operations per query, key and head"
         for i, (words, kind) in enumerate(steps):
             y, below = 190 + 48 * i, 430 if i == len(steps) - 1 else 238 + 48 * i
             shapes += [box(x, y, 400, 32, words, kind), arrow((x + 200, y + 32), (x + 200, below))]
         shapes += [text(x, 172, title, "title left"), text(x, 484, cost, "left"),
                    text(x, 504, note, "left"), box(x, 430, 400, 32, f"times wo: {shape('T', D)}")]
-    return Picture("DeepSeek R1: one latent a token, and two ways to attend to it", 526, shapes)
+    shapes.append(text(20, 528, "T: queries of a slot. S: positions of its cache.", "left faint"))
+    return Picture("DeepSeek R1: one latent a token, and two ways to attend to it", 550, shapes)
+
+
+def routed(logit_E: Any, model: Any, c: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The weights, and the numbers in ascending order, of the experts of a token whose logits start
+    with logit_E."""
+    E = c.n_routed_experts
+    moe = model.Moe(logit_E[:E, None], jnp.zeros(E), None, None)
+    weight_MX, expert_MX = model.route(jnp.ones((1, 1)), moe, c)
+    return np.asarray(weight_MX[0]), np.sort(np.asarray(expert_MX[0]))
+
+
+def figures(name: str, model: Any, c: Any, weight_X: np.ndarray) -> tuple[str, ...]:
+    cache = f"{c.kv_lora_rank} + {c.qk_rope_head_dim} numbers"
+    numbers = c.num_hidden_layers, c.first_k_dense_replace, c.num_attention_heads, cache
+    parameters = f"{count(model.weight_layout(c)) / 1e9:,.0f} billion"
+    rest = f"{c.rope_theta:,.0f}", f"{weight_X.sum():g}", parameters
+    return (name, *map(str, numbers), *rest)
+
+
+def kimi_router() -> Picture:
+    r1, c = published("deepseek_r1", "deepseek-r1")
+    k2, kimi = published("kimi_k2", "kimi-k2-instruct")
+    E, size, X = c.n_routed_experts, c.n_routed_experts // c.n_group, c.num_experts_per_tok
+    more, K = kimi.n_routed_experts - E, kimi.num_experts_per_tok
+    logit_E = jnp.array(np.random.default_rng(1).normal(size=E + more), jnp.float32)
+    weight_X, chosen = routed(logit_E, r1, c)
+    kimi_weight_X, kimi_chosen = routed(logit_E, k2, kimi)
+    s_E = jax.nn.sigmoid(logit_E[:E])
+    is_kept_E = np.isfinite(np.asarray(r1.in_best_groups(s_E[None], 2, c)[0]))
+    best = np.argsort(-s_E)[:X]  # of all groups
+    shapes = [
+        text(20, 60, f"DeepSeek R1: {E} experts in {c.n_group} groups. Kept (blue) are the "
+             f"{c.topk_group} groups with the largest sums of their two best scores;", "left"),
+        text(20, 78, f"the token goes to the {X} best experts of those (green). Better ones of "
+             "other groups are left out (yellow).", "left"),
+        text(20, 192, f"Kimi K2, the same scores and {more} more: {E + more} experts, no groups. "
+             f"The token goes to the {K} best of all:", "left"),
+        box(20, 206, 820, 32, kind="blue"),
+    ]
+    for g in range(c.n_group):
+        x, own = 20 + 103 * g, range(g * size, (g + 1) * size)
+        total = np.sort(s_E[g * size:(g + 1) * size])[-2:].sum()
+        shapes += [box(x, 94, 99, 72, kind="blue" if is_kept_E[own[0]] else "empty"),
+                   text(x + 49, 116, f"group {g}\nsum {total:.2f}")]
+        for i, e in enumerate(e for e in own if e in chosen or e in best):
+            kind = "green" if e in chosen else "yellow"
+            shapes.append(box(x + 3 + 31 * i, 138, 31, 22, str(e), kind))
+    shapes += [box(64 + 100 * i, 211, 31, 22, str(e), "green") for i, e in enumerate(kimi_chosen)]
+    names = ("", "layers", "of them without experts", "heads", "cache of a token and layer",
+             "rope_theta", "a token's expert weights sum to", "parameters")
+    columns = (20, names), (300, figures("DeepSeek R1", r1, c, weight_X)), \
+              (520, figures("Kimi K2", k2, kimi, kimi_weight_X))
+    shapes += [text(x, 266 + 21 * i, words, "left")
+               for x, column in columns for i, words in enumerate(column)]
+    return Picture("Kimi K2 beside DeepSeek R1: which experts a token goes to (random scores)", 438, shapes)
 
 
 def llama4_chunks() -> Picture:
     model, c = published("llama4", "llama-4-scout")
     chunk, T, query, shapes = 4, 12, 9, []
-    sides = (("rotary layers: keys of the own chunk", "blue", chunk),
-             ("layers without positions: all keys so far", "green", None))
+    sides = (("rotary layers: a query sees its own chunk", "blue", chunk),
+             ("layers without positions: it sees all so far", "green", None))
     for side, (name, kind, size) in enumerate(sides):
         x, first = 70 + 420 * side, np.asarray(first_seen(jnp.arange(T), chunk=size))
         kinds = [[kind if first[q] <= k <= q else "empty" for k in range(T)] for q in range(T)]
@@ -404,16 +464,18 @@ def llama4_chunks() -> Picture:
         shapes += [text(x + 11 + 22 * i, 86, str(i), "faint") for i in range(T)]
         shapes += [text(x - 14, 107 + 22 * i, str(i), "faint") for i in range(T)]
         shapes += [text(x - 40, 86, "query", "left faint"), text(x + 280, 86, "key", "left faint"),
-                   text(x + 132, 376, f"query {query} sees {query - first[query] + 1}", "faint")]
+                   text(x + 132, 376, f"query {query} sees {query - first[query] + 1} keys",
+                        "faint")]
     rotary = [model.is_rotary(i, c) for i in range(c.num_hidden_layers)]
     at = [0, c.floor_scale - 1, 131071, c.max_position_embeddings - 1]
     sharper = model.temperature(jnp.array([at]), c).ravel().tolist()
     figures = ", ".join(f"{t:.2f} at {p:,}" for p, t in zip(at, sharper, strict=True))
     shapes += [
-        text(20, 410, f"Scout's {len(rotary)} layers, {rotary.count(True)} of them rotary "
-             f"(chunks of {c.attention_chunk_size:,}; above, of {chunk}):", "left"),
+        text(20, 410, f"Scout's {len(rotary)} layers: {rotary.count(True)} rotary, in chunks of "
+             f"{c.attention_chunk_size:,} (above: {chunk}), and {rotary.count(False)} without "
+             "positions", "left"),
         *grid(22, 424, [["blue" if r else "green" for r in rotary]], 17, 24),
-        text(20, 474, f"A query without a position is multiplied by {figures}.", "left"),
+        text(20, 474, f"Green layers scale a query by its position: {figures}.", "left"),
     ]
     return Picture("Llama 4: which keys each query sees", 498, shapes)
 
@@ -426,7 +488,7 @@ def kernel_blocks() -> Picture:
     scale, shapes = 600 / S, []
     for b, (length, start) in enumerate(zip(lengths, starts, strict=True)):
         x, y, filled = 230, 52 + 44 * b, f"slot {b}: {length:,} filled"
-        seen = f",\nthe last {window} seen" if start else ""
+        seen = f",\na window of {window}" if start else ""
         shapes += [text(20, y + 15, filled + seen, "left"), box(x, y, 600, 30, kind="empty")]
         items = range(begins[b], begins[b + 1])
         at = [x + (firsts[b] + i - begins[b]) * block * scale for i in items]
@@ -437,9 +499,9 @@ def kernel_blocks() -> Picture:
         shapes += [text(left + block * scale / 2, y + 10, str(i)) for left, i in middles]
     shapes += [
         text(20, 240, f"{begins[-1]} of {len(lengths) * S // block} blocks of {block} positions "
-             "are read, in this order; green is what queries see.", "left"),
+             "are read, in the order of their numbers; green is what the query sees.", "left"),
         arrow((20, 262), (840, 262), head=False),
-        text(20, 288, "One query and two blocks of three positions: the online softmax",
+        text(20, 288, "The online softmax: of one block, m, total and o go on to the next",
              "title left"),
     ]
     scores, values = jnp.array([[1.0, 3, 2], [4, 0, 2]]), jnp.array([[10.0, 20, 30], [40, 50, 60]])
@@ -448,19 +510,22 @@ def kernel_blocks() -> Picture:
         m, total, keep, p = online_softmax(m, total, s[None])
         o = o * keep + (p * v).sum(-1)
         words = "\n".join((
-            f"block {i}: scores {vector(s)}, values {vector(v)}",
+            f"block {i} of three positions",
+            f"scores {vector(s)}, values {vector(v)}",
             f"largest score so far, m = {m[0]:.0f}",
             f"keep = exp(m before - m) = {keep[0]:.3f}",
-            f"p = exp(scores - m) = {vector(p[0], 3)}",
+            "p = exp(scores - m)",
+            f"= {vector(p[0], 3)}",
             f"total = keep · total + sum of p = {total[0]:.3f}",
             f"o = keep · o + sum of p · values = {o[0]:.2f}",
         ))
-        x = 20 + 292 * i
-        shapes += [box(x, 306, 280, 120, kind="blue"), text(x + 10, 366, words, "left")]
+        x = 20 + 324 * i
+        shapes += [box(x, 306, 300, 150, kind="blue"), text(x + 8, 381, words, "left"),
+                   arrow((x + 300, 381), (x + 324, 381))]
     whole = attended(scores, values.reshape(-1, 1))[0]
     end = f"o / total = {o[0] / total[0]:.2f}\n\nThe softmax of all\nsix at once: {whole:.2f}"
-    shapes += [arrow((592, 366), (620, 366)), box(620, 306, 220, 120, end, "green")]
-    return Picture(f"Ragged slots: capacity {S:,}, and what attention reads of it", 448, shapes)
+    shapes.append(box(668, 306, 172, 150, end, "green"))
+    return Picture(f"Ragged slots: capacity {S:,}, and what attention reads of it", 478, shapes)
 
 
 # fmt: on
@@ -471,6 +536,7 @@ PICTURES = {
     "gpt_oss": gpt_oss_numbers,
     "llama4": llama4_chunks,
     "deepseek_r1": deepseek_attention,
+    "kimi_k2": kimi_router,
     "kernels": kernel_blocks,
 }
 
