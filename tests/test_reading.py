@@ -84,7 +84,7 @@ def test_other_links_lead_somewhere():
 @pytest.mark.parametrize("command, shown", COMMANDS)
 def test_an_experiment_shows_what_the_page_says(command, shown):
     done = run(command)
-    assert len(done.stdout.strip()) > 10
+    assert done.stdout.strip()
     for words in shown:
         if not words.startswith("--"):
             assert words in done.stdout + done.stderr
@@ -95,6 +95,25 @@ def test_an_experiment_shows_what_the_page_says(command, shown):
 def test_the_text_is_the_one_without_the_option(option):
     (command,) = (c for c, _ in map(experiment, STOPS) if option in c)
     assert run(command).stdout == run(command.replace(option, "")).stdout
+
+
+@pytest.mark.full
+def test_the_likeliest_text_comes_again_and_a_drawn_one_is_another():
+    command, _ = experiment(STOPS[0])
+    (drawn,) = re.findall(r"`(--temperature [^`]+)`", STOPS[0])
+    text = run(command).stdout
+    assert run(command).stdout == text != run(f"{command} {drawn}").stdout
+
+
+@pytest.mark.full
+def test_a_draft_that_was_right_saves_a_step():
+    (command,) = (c for c, _ in map(experiment, STOPS) if "--draft" in c)
+    line = run(command).stderr
+    tokens, percent, steps = (
+        int(re.search(words, line).group(1))
+        for words in (r"decode (\d+) tokens", r"(\d+)% of \d+ drafts", r"of (\d+) drafts")
+    )
+    assert percent == round(100 * (tokens - steps) / steps) > 30
 
 
 @pytest.mark.full
