@@ -85,7 +85,7 @@ def test_words_stay_in_the_picture_and_in_their_box(name):
     for words, left, right, y in texts:
         for x, end, top, bottom in boxes:
             outside = right <= x or end <= left or not top < y < bottom
-            assert outside or x <= left and right <= end, words
+            assert outside or (x <= left and right <= end), words
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)

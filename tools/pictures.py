@@ -449,7 +449,8 @@ def kimi_router() -> Picture:
               (520, figures("Kimi K2", k2, kimi, kimi_weight_X))
     shapes += [text(x, 266 + 21 * i, words, "left")
                for x, column in columns for i, words in enumerate(column)]
-    return Picture("Kimi K2 beside DeepSeek R1: which experts a token goes to (random scores)", 438, shapes)
+    title = "Kimi K2 beside DeepSeek R1: which experts a token goes to (random scores)"
+    return Picture(title, 438, shapes)
 
 
 def llama4_chunks() -> Picture:
