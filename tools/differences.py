@@ -1,5 +1,5 @@
 """Writes docs/differences.md: what each model file does that llama3's does not, definition by
-definition. And renumbers the READMEs' links to lines of code.
+definition. And renumbers links to lines of code, in the READMEs and in docs/reading.md.
 
     python tools/differences.py [family ...]
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "differences.md"
+PAGE, READING = ROOT / "docs" / "differences.md", ROOT / "docs" / "reading.md"
 BASE = "llama3"
 NEARER = {"kimi_k2": "deepseek_r1"}  # families that are compared with another than llama3
 FAMILIES = re.findall(r"^## \w+ → (\w+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
@@ -98,9 +98,26 @@ def renumbered(readme: Path) -> str:
     return re.sub(r'\(([^()#:\s]+)#L(\d+)(?: "([^"]*)")?\)', relink, text)
 
 
+def reranged(page: Path) -> str:
+    """Its text with every [`name`](file.py#L1-L2) on the lines of that function or class;
+    ValueError if the file has none, or more than one."""
+
+    def relink(match: re.Match[str]) -> str:
+        name, file = match.groups()
+        tree = ast.parse((page.parent / file).read_text(encoding="utf-8"))
+        kinds = ast.FunctionDef | ast.ClassDef
+        found = [node for node in tree.body if isinstance(node, kinds) and node.name == name]
+        if len(found) != 1:
+            raise ValueError(f"{page}: {file} has {len(found)} definitions of {name}, not one")
+        return f"[`{name}`]({file}#L{found[0].lineno}-L{found[0].end_lineno})"
+
+    return re.sub(r"\[`(\w+)`\]\(([^()#\s]+)#L\d+-L\d+\)", relink, page.read_text(encoding="utf-8"))
+
+
 if __name__ == "__main__":
     families = sorted({*FAMILIES, *sys.argv[1:]})
     PAGE.write_text(page(families), encoding="utf-8")
     for family in (BASE, *families):
         readme = ROOT / family / "README.md"
         readme.write_text(renumbered(readme), encoding="utf-8")
+    READING.write_text(reranged(READING), encoding="utf-8")
