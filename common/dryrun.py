@@ -46,7 +46,7 @@ from common.sharding import (
     model_shards,
     parse_mesh,
 )
-from common.topology import Chip, chip_of, devices_of
+from common.topology import UNKNOWN, Chip, chip_of, devices_of
 from common.weights import by_path, check_divides, specs_like, takes
 
 
@@ -374,6 +374,10 @@ def gigabytes(n: float) -> str:
     return f"{n / 1e9:.2f} GB"
 
 
+def memory_of(chip: Chip) -> str:
+    return "unknown memory" if chip.memory == UNKNOWN else gigabytes(chip.memory)
+
+
 def cells(step: Step, chip: Chip) -> dict[str, str]:
     """The figures of a step by their names."""
     figures = {"weights": gigabytes(step.weights), "cache": gigabytes(step.cache)}
@@ -395,7 +399,9 @@ def cells(step: Step, chip: Chip) -> dict[str, str]:
 
 def verdict(run: DryRun) -> str:
     """Whether it fits, and what else would; or why it does not."""
-    text = f"{gigabytes(run.memory)} of {gigabytes(run.chip.memory)} a device"
+    if run.fits and run.chip.memory == UNKNOWN:
+        return f"takes {gigabytes(run.memory)} a device"
+    text = f"{gigabytes(run.memory)} of {memory_of(run.chip)} a device"
     if run.fits:
         slots, positions = run.room
         more = f"{slots} slots of {run.plan.capacity}, or {run.plan.slots} of {positions}"
@@ -410,7 +416,7 @@ def title(run: DryRun) -> str:
     return (
         f"{plan.name}: {plan.stored}; {plan.slots} slots of {plan.capacity} positions, "
         f"{plan.config.num_hidden_layers} layers\n"
-        f"{run.topology}: {mesh.size} devices of {gigabytes(chip.memory)}, "
+        f"{run.topology}: {mesh.size} devices of {memory_of(chip)}, "
         f"{chip.bandwidth / 1e9:.0f} GB/s, {chip.flops / 1e12:.0f} TFLOP/s; {axes_of(mesh)}{by}"
     )
 

@@ -20,6 +20,7 @@ class Chip(NamedTuple):
     links: float  # bytes a second that it sends to other devices, over all its links together
 
 
+UNKNOWN = 1 << 50  # bytes of memory
 # JAX counts the two cores of a v4 or tpu7x chip as devices, each with half of everything.
 CHIPS = {
     "v4": Chip(16 * GIB, 614e9, 137.5e12, 135e9),
@@ -29,7 +30,7 @@ CHIPS = {
     "tpu7x": Chip(96 * GIB, 3690e9, 1153e12, 270e9),
     "h100": Chip(84978434048, 3352e9, 989e12, 450e9),
     # A machine that nothing is known of: memory without end, and links that are no bottleneck.
-    "cpu": Chip(1 << 50, 50e9, 1e12, 50e9),
+    "cpu": Chip(UNKNOWN, 50e9, 1e12, 50e9),
 }
 # By the beginning of what `device_kind` says, the longer ones first.
 KINDS = {

@@ -16,17 +16,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from engine import hf_config
 
-from common.dryrun import dry_run
+from common.dryrun import dry_run, verdict
 from common.hlo import ARRAY, Collective, executed, moved, parse
 from common.quant import INT8
 from common.sharding import make_mesh, parse_mesh
-from common.topology import devices_of
+from common.topology import CHIPS, devices_of
 from llama3 import model
 from llama3.shapes import SHAPES
 
@@ -329,7 +330,7 @@ def test_the_command_prints_what_a_device_has_and_does_in_both_steps(shape, tmp_
         "config.json: bfloat16 weights, int8 cache; 8 slots of 256 positions, 2 layers"
     )
     assert lines[1].startswith("cpu:4: 4 devices") and lines[1].endswith("; data=2,tensor=2")
-    assert re.fullmatch(r"fits: \S+ GB of \S+ GB a device; room for .* positions", lines[2])
+    assert re.fullmatch(r"takes \S+ GB a device", lines[2])
     assert lines[4].split() == ["decode", "prompt", "of", "64"]
     figures = [re.split(r" {2,}", line) for line in lines[5:] if not line.startswith("  ")]
     figures = [line for line in figures if len(line) > 1]
@@ -345,6 +346,13 @@ def test_the_command_prints_what_a_device_has_and_does_in_both_steps(shape, tmp_
     programs = sorted((tmp_path / "programs").iterdir())
     assert [p.name.rpartition("-")[2] for p in programs] == ["decode.txt", "prompt.txt"]
     assert programs[0].read_text().startswith("HloModule jit_generate")
+
+
+def test_where_it_fits_it_is_said_how_much_more_would():
+    use = dict(plan=SimpleNamespace(slots=8, capacity=512), room=(40, 4096))
+    run = SimpleNamespace(fits=True, memory=2e9, chip=CHIPS["v5e"], **use)
+    more = "room for 40 slots of 512, or 8 of 4096 positions"
+    assert verdict(run) == f"fits: 2.00 GB of 17.18 GB a device; {more}"
 
 
 def test_several_topologies_and_meshes_are_one_table(shape):
