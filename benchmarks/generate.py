@@ -123,12 +123,14 @@ def their_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
 
     logging.disable_progress_bar()
     torch.set_num_threads(cores())
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, began = getattr(torch, spec["dtype"]), time.perf_counter()
     if spec["random"]:
         config = AutoConfig.for_model(**spec["shape"])
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     else:
-        model = AutoModelForCausalLM.from_pretrained(spec["ckpt"], dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_pretrained(spec["ckpt"], dtype=dtype).eval().to(device)
     load_s = time.perf_counter() - began
     c = model.config
     embedding = model.get_input_embeddings().weight
@@ -141,10 +143,12 @@ def their_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     static: dict[tuple[int, int], Any] = {}
 
     def start(batch: int, tokens: int, setting: str) -> Any:
-        attn, cache, *experts = setting.split()
+        attn, cache, *more = setting.split()
         model.set_attn_implementation(attn)
-        if experts:
-            model.set_experts_implementation(experts[0])
+        if more and more[0] == "compiled":
+            model.forward = torch.compile(model.forward, mode="reduce-overhead")
+        elif more:
+            model.set_experts_implementation(more[0])
         if cache == "dynamic":
             return DynamicCache(config=c)
         key = (batch, tokens)
@@ -154,7 +158,8 @@ def their_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
         return static[key]
 
     def rows(batch: int, count: int, seed: int) -> Any:
-        return torch.tensor([prompt_ids(seed + i, count, c.vocab_size) for i in range(batch)])
+        ids = [prompt_ids(seed + i, count, c.vocab_size) for i in range(batch)]
+        return torch.tensor(ids, device=device)
 
     def step(ids: Any, cache: Any) -> Any:
         out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -184,7 +189,7 @@ def their_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
         return {"seconds": seconds, "bytes": floor, "tokens": tokens}
 
     tasks: dict[str, Task] = dict(prefill=prefill, decode=decode, memory=peak_memory)
-    return tasks, {"load_s": load_s, "platform": "cpu", "context": c.max_position_embeddings}
+    return tasks, {"load_s": load_s, "platform": device, "context": c.max_position_embeddings}
 
 
 def work() -> None:
