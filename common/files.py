@@ -2,14 +2,22 @@
 
 import json
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 LARGEST = 1 << 28  # bytes: the index of a model of 1,000 files is some 20 MB
+MOST_LINES = 20  # of one message
 
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def first_lines(problems: Sequence[str]) -> str:
+    """The first of many problems, a line each, and how many more there are."""
+    more = len(problems) - MOST_LINES
+    return "\n".join([*problems[:MOST_LINES], *[f"and {more} more such lines"] * (more > 0)])
 
 
 def check_regular(path: Path) -> int:
