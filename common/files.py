@@ -1,6 +1,7 @@
 """The small files of a checkpoint directory, read once and refused in one line."""
 
 import json
+import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,11 @@ def first_lines(problems: Sequence[str]) -> str:
     """The first of many problems, a line each, and how many more there are."""
     more = len(problems) - MOST_LINES
     return "\n".join([*problems[:MOST_LINES], *[f"and {more} more such lines"] * (more > 0)])
+
+
+def is_there(path: Path) -> bool:
+    """Whether the directory has this name: also a link to nothing, which reading then refuses."""
+    return os.path.lexists(path)
 
 
 def check_regular(path: Path) -> int:
@@ -56,4 +62,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
     """The same, empty where the file is missing."""
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if is_there(path) else {}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from common.files import check_regular, first_line, first_lines, read_json
+from common.files import check_regular, first_line, first_lines, is_there, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LONGEST_NAME = 255  # characters of a tensor's name, and of a file's
@@ -44,9 +44,9 @@ def open_tensors(directory: str | Path) -> Tensors:
     """
     directory = Path(directory)
     single = directory / SINGLE
-    if (directory / INDEX).exists():
+    if is_there(directory / INDEX):
         return _indexed_or_single(directory)
-    if single.exists():
+    if is_there(single):
         return read_header(single)
     files = sorted(directory.glob("*.safetensors"))
     if not files:
