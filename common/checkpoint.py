@@ -113,7 +113,9 @@ def starred(name: str) -> tuple[str, list[str]]:
 
 
 def fill(pattern: str, numbers: list[str]) -> str:
-    return pattern.replace("*", "{}").format(*numbers)
+    """The pattern with numbers in place of its `*`, from the left."""
+    words = iter(numbers)
+    return "".join(next(words) if c == "*" else c for c in pattern)
 
 
 def targets_of(name: str, table: Table) -> tuple[list[Target], list[str]] | None:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 LARGEST = 1 << 28  # bytes: the index of a model of 1,000 files is some 20 MB
+HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 MOST_LINES = 20  # of one message
 
 
@@ -46,11 +48,19 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 text; download it again") from None
 
 
+def parse_json(text: str, **hooks: Any) -> Any:
+    """What a JSON text holds; ValueError, too, for half a surrogate pair, which is no character."""
+    content = json.loads(text, **hooks)
+    if HALF_A_PAIR.search(text):  # or a whole one
+        json.dumps(content, ensure_ascii=False).encode()
+    return content
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     text = read_text(path)
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except RecursionError:
         raise ValueError(f"{path} is not JSON: it is nested too deeply") from None
     except ValueError as error:

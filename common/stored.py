@@ -1,6 +1,5 @@
 """The tensors that the safetensors files of a directory hold, from their headers alone."""
 
-import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from common.files import check_regular, first_line, first_lines, is_there, read_json
+from common.files import check_regular, first_line, first_lines, is_there, parse_json, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LONGEST_NAME = 255  # characters of a tensor's name, and of a file's
@@ -33,8 +32,8 @@ Tensors = dict[str, StoredTensor]  # by published name
 
 
 def is_name(text: str) -> bool:
-    """Whether a message can show a name of a tensor or a file, on one line."""
-    return len(text) <= LONGEST_NAME and text.isprintable()
+    """Whether a message can show a name of a tensor or a file on one line, and a table match it."""
+    return len(text) <= LONGEST_NAME and text.isprintable() and "*" not in text
 
 
 def open_tensors(directory: str | Path) -> Tensors:
@@ -126,7 +125,7 @@ def read_header(file: Path) -> Tensors:
         header = f.read(start - 8)
     try:
         # Not the bytes: those json would also take in UTF-16.
-        entries = json.loads(header.decode(), object_pairs_hook=_once, parse_constant=_refuse)
+        entries = parse_json(header.decode(), object_pairs_hook=_once, parse_constant=_refuse)
         _check_metadata(entries.pop("__metadata__", None))
         if wrong := [name for name in entries if not is_name(name)]:
             raise ValueError(f"{wrong[0][:60]!r} is no name of a tensor")

@@ -572,6 +572,12 @@ def test_all_that_does_not_fit_is_reported_together_before_any_data_is_read(tmp_
     assert reads == []
 
 
+@pytest.mark.parametrize("name", ["{", "m.h.{0}.x", "m.h.0.{x.__class__}", "h.0.{}.1"])
+def test_a_name_is_no_format(tmp_path, name):
+    write_sharded(tmp_path, {**stored_tensors(), name: np.zeros(1, np.float32)})
+    refused(ValueError, f"{name} is not a weight of this model", load, tmp_path)
+
+
 def test_of_many_that_do_not_fit_the_first_are_named(tmp_path):
     more = {f"more.{i}": np.zeros(1, np.float32) for i in range(100)}
     write_sharded(tmp_path, {**stored_tensors(), **more})

@@ -132,7 +132,9 @@ def damage_value(draw, value):
         case 0:
             del container[key]
         case 1 if isinstance(container, dict):
-            container[draw.choice(("", "x", "a.0.b", key + "x", key.upper()))] = container.pop(key)
+            container[draw.choice(("", "x", "a.0.b", "a.*", "{0}", key + "x", key.upper()))] = (
+                container.pop(key)
+            )
         case 2:
             container[key] = copy.deepcopy(other[at])
         case 3:

@@ -148,6 +148,8 @@ DAMAGE = {
     "not a number": lambda f: rewrite_header(f, lambda h: h["t6"].update(more=float("nan"))),
     "metadata of numbers": lambda f: rewrite_header(f, lambda h: h.update(__metadata__={"a": 1})),
     "metadata of text": lambda f: rewrite_header(f, lambda h: h.update(__metadata__="pt")),
+    "half a character": lambda f: rewrite_header(f, lambda h: h["t6"].update(more="\ud800")),
+    "a name with a star": lambda f: rewrite_header(f, lambda h: h.update({"t.*": h.pop("t6")})),
     "a name of two lines": lambda f: rewrite_header(f, lambda h: h.update({"a\nb": h.pop("t6")})),
     "a name without end": lambda f: rewrite_header(f, lambda h: h.update({"a" * 999: h.pop("t6")})),
     "a terabyte of header": lambda f: f.write_bytes((1 << 40).to_bytes(8, "little") + b"{}"),
