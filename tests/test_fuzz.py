@@ -237,6 +237,12 @@ def damage_header_value(draw, content):
     return joined(damage_json(draw, header), data)
 
 
+def damage_numbers(draw, content):
+    header, data = split(content)
+    i, n = draw.randrange(len(data)), draw.choice((1, 4, 64))
+    return joined(header, data[:i] + bytes([draw.choice((0, 0x7F, 0xFF))] * n) + data[i + n :])
+
+
 # ---- damage to a directory
 
 
@@ -286,7 +292,8 @@ def damage(draw, directory):
         return path.name
     ways = [damage_bytes]
     if path.suffix == ".safetensors":
-        ways += [damage_length, damage_header, damage_header_value] + [damage_tensors] * 4
+        ways += [damage_length, damage_header, damage_header_value, damage_numbers]
+        ways += [damage_tensors] * 4
     elif path.suffix == ".json":
         ways += [damage_json] * 4
     if path.name == INDEX:
@@ -383,8 +390,8 @@ def test_the_checkpoints_are_sound(checkpoint, family):
 
 
 @pytest.mark.one_in(20)
-@pytest.mark.parametrize("family", WEIGHTS)
 @pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize("family", WEIGHTS)
 def test_a_damaged_checkpoint_works_or_is_refused_by_name(checkpoint, in_time, family, seed):
     damaged = damage(random.Random(f"{family} {seed}"), checkpoint)
     try:
@@ -392,6 +399,8 @@ def test_a_damaged_checkpoint_works_or_is_refused_by_name(checkpoint, in_time, f
     except (ValueError, OSError) as error:
         assert type(error) is not UnicodeDecodeError, error
         return assert_names_it(str(error), damaged)
+    arrays = jax.tree.leaves(used.weights)
+    assert all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in arrays)
     if is_weights(damaged):
         tensors = tensors_of(checkpoint)
         assert_same_numbers(used.weights, weights_of(tensors, used.module, used.config))
