@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from common.files import first_lines
 from common.finite import Limits, check_finite, limits_of
 from common.kernels.ragged_dot import row_major
 from common.quant import (
@@ -112,7 +113,9 @@ def starred(name: str) -> tuple[str, list[str]]:
 
 
 def fill(pattern: str, numbers: list[str]) -> str:
-    return pattern.replace("*", "{}").format(*numbers)
+    """The pattern with numbers in place of its `*`, from the left."""
+    words = iter(numbers)
+    return "".join(next(words) if c == "*" else c for c in pattern)
 
 
 def targets_of(name: str, table: Table) -> tuple[list[Target], list[str]] | None:
@@ -448,15 +451,15 @@ def load_weights(
     """The weights in `directory` on `mesh`, as the model file lays them out: in `dtype`, but for
     what has its own; and the matrices in `storage`.
 
-    ValueError names every unknown, missing and unfitting tensor, a line each; or, unless
-    `allow_nonfinite`, the first that holds NaN or infinity.
+    ValueError names the unknown, missing and unfitting tensors, a line each, up to a number of
+    lines; or, unless `allow_nonfinite`, the first that holds NaN or infinity.
     """
     shards, tensors = model_shards(mesh), open_tensors(directory)
     table, layout = model.checkpoint_table(config, shards), model.weight_layout(config, shards)
     published = stored_layout(model.weight_layout(config))
     sources, wrong = assign(tensors, table, by_path(published))
     if wrong or (wrong := repeats(tensors, table, sources)):
-        raise ValueError("\n".join(wrong))
+        raise ValueError(first_lines(wrong))
     placements = {
         path: Placement(
             sources[path],

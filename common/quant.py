@@ -110,7 +110,8 @@ def fp8_shapes(shape: Shape) -> tuple[tuple[Shape, DTypeLike], ...]:
 def mxfp4_shapes(shape: Shape) -> tuple[tuple[Shape, DTypeLike], ...]:
     *lead, columns = shape
     if columns % MXFP4_GROUP:
-        raise ValueError(f"rows of {columns} are not whole groups of {MXFP4_GROUP} 4-bit weights")
+        what = f"rows of {columns} are not whole groups of {MXFP4_GROUP} 4-bit weights"
+        raise ValueError(f"config.json: {what}")
     return ((*lead, columns // 2), jnp.uint8), ((*lead, columns // MXFP4_GROUP), jnp.uint8)
 
 

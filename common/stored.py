@@ -1,6 +1,5 @@
 """The tensors that the safetensors files of a directory hold, from their headers alone."""
 
-import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -9,9 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from common.files import check_regular, first_line, read_json
+from common.files import check_regular, first_line, first_lines, is_there, parse_json, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LONGEST_NAME = 255  # characters of a tensor's name, and of a file's
 LARGEST_HEADER = 100_000_000  # bytes, by the format's own rule
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 KEPT = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "U8": np.dtype(np.uint8)}  # never cast
@@ -31,6 +31,11 @@ class StoredTensor(NamedTuple):
 Tensors = dict[str, StoredTensor]  # by published name
 
 
+def is_name(text: str) -> bool:
+    """Whether a message can show a name of a tensor or a file on one line, and a table match it."""
+    return len(text) <= LONGEST_NAME and text.isprintable() and "*" not in text
+
+
 def open_tensors(directory: str | Path) -> Tensors:
     """The stored tensors by published name.
 
@@ -38,9 +43,9 @@ def open_tensors(directory: str | Path) -> Tensors:
     """
     directory = Path(directory)
     single = directory / SINGLE
-    if (directory / INDEX).exists():
+    if is_there(directory / INDEX):
         return _indexed_or_single(directory)
-    if single.exists():
+    if is_there(single):
         return read_header(single)
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -81,9 +86,12 @@ def _weight_map(directory: Path) -> dict[str, str]:
     files = read_json(directory / INDEX).get("weight_map")
     if not isinstance(files, dict) or {type(file) for file in files.values()} != {str}:
         raise ValueError(f"{directory / INDEX} has no weight_map from tensor names to file names")
+    if wrong := [name for name in files if not is_name(name)]:
+        raise ValueError(f"{directory / INDEX} names {wrong[0][:60]!r}, which is no tensor")
     for file in files.values():
-        if Path(file).name != file or file in ("", ".."):
-            raise ValueError(f"{directory / INDEX} names {file!r}, which is not a file beside it")
+        if Path(file).name != file or file in ("", "..") or not is_name(file):
+            what = f"{file[:60]!r}, which is not a file beside it"
+            raise ValueError(f"{directory / INDEX} names {what}")
     return files
 
 
@@ -91,14 +99,17 @@ def _open_indexed(directory: Path, files: dict[str, str]) -> Tensors:
     example = {file: name for name, file in files.items()}
     missing = [file for file in example if not (directory / file).exists()]
     if missing:
-        lines = (f"{directory / file} is missing; it holds {example[file]}" for file in missing)
-        raise FileNotFoundError("\n".join(lines))
+        says = f"is missing; {INDEX} says it holds"
+        lines = [f"{directory / file} {says} {example[file]}" for file in missing]
+        raise FileNotFoundError(first_lines(lines))
     headers = {file: read_header(directory / file) for file in example}
     absent = [
-        f"{directory / f} lacks {name}" for name, f in files.items() if name not in headers[f]
+        f"{directory / f} lacks {name}, which {INDEX} says it holds"
+        for name, f in files.items()
+        if name not in headers[f]
     ]
     if absent:
-        raise ValueError("\n".join(f"{line}, which {INDEX} says it holds" for line in absent))
+        raise ValueError(first_lines(absent))
     return {name: headers[file][name] for name, file in files.items()}
 
 
@@ -113,8 +124,11 @@ def read_header(file: Path) -> Tensors:
             raise ValueError(f"{file} has a damaged header: it claims {start} bytes")
         header = f.read(start - 8)
     try:
-        entries = json.loads(header, object_pairs_hook=_once)
-        entries.pop("__metadata__", None)
+        # Not the bytes: those json would also take in UTF-16.
+        entries = parse_json(header.decode(), object_pairs_hook=_once, parse_constant=_refuse)
+        _check_metadata(entries.pop("__metadata__", None))
+        if wrong := [name for name in entries if not is_name(name)]:
+            raise ValueError(f"{wrong[0][:60]!r} is no name of a tensor")
         tensors = {name: _tensor(file, name, entry, start) for name, entry in entries.items()}
         places = sorted(entry["data_offsets"] for entry in entries.values())
         ends = [0, *(last for _, last in places)]
@@ -133,6 +147,15 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice := [name for name, count in names.items() if count > 1]:
         raise ValueError(f"{twice[0]} stands twice in it")
     return dict(pairs)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _check_metadata(values: Any) -> None:
+    if values is not None and any(type(value) is not str for value in values.values()):
+        raise ValueError("__metadata__ holds something that is no text")
 
 
 def _tensor(file: Path, name: str, entry: dict[str, Any], start: int) -> StoredTensor:

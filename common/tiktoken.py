@@ -64,7 +64,7 @@ def word_rule() -> Any:
     )
 
 
-def load_tiktoken(file: Path, added: dict[str, Any]) -> tokenizers.Tokenizer:
+def load_tiktoken(file: Path, added: Any) -> tokenizers.Tokenizer:
     """The tokenizer of a tiktoken.model; `added` is added_tokens_decoder of tokenizer_config.json,
     which names special ids."""
     ranks, characters = read_ranks(file), byte_characters()
@@ -82,8 +82,15 @@ def load_tiktoken(file: Path, added: dict[str, Any]) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = word_rule()
     backend.decoder = decoders.ByteLevel()
     ids = range(len(ranks), len(ranks) + SPECIAL)
-    named = {i: added.get(str(i), {}).get("content", f"<|reserved_token_{i}|>") for i in ids}
-    backend.add_special_tokens([AddedToken(named[i], normalized=False) for i in ids])
-    if [backend.token_to_id(named[i]) for i in ids] != list(ids):
+    try:
+        texts = [added.get(str(i), {}).get("content", f"<|reserved_token_{i}|>") for i in ids]
+        backend.add_special_tokens([AddedToken(text, normalized=False) for text in texts])
+        made = [backend.token_to_id(text) for text in texts]
+    except (AttributeError, TypeError, UnicodeEncodeError):
+        raise ValueError(
+            f"{file.with_name('tokenizer_config.json')}: added_tokens_decoder must be an object of "
+            "objects whose content is a text"
+        ) from None
+    if made != list(ids):
         raise ValueError(f"{file}: tokenizer_config.json gives two special tokens one name")
     return backend

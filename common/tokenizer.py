@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from common.files import check_regular, read_json_if_there, read_text
+from common.files import check_regular, is_there, read_json_if_there, read_text
 from common.template import render
 from common.tiktoken import load_tiktoken
 
@@ -95,14 +95,14 @@ def _load_backend(
 ) -> tokenizers.Tokenizer:
     family, ranks = config.get("tokenizer_class"), directory / "tiktoken.model"
     whole, vocab, merges = (directory / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
-    if ranks.exists() and not whole.exists():
+    if is_there(ranks) and not is_there(whole):
         return load_tiktoken(ranks, config.get("added_tokens_decoder") or {})
-    if not whole.exists() and not (vocab.exists() and merges.exists()):
+    if not is_there(whole) and not (is_there(vocab) and is_there(merges)):
         raise FileNotFoundError(
             f"{directory}: no tokenizer.json (nor vocab.json with merges.txt); "
             "download the checkpoint's tokenizer files into this directory"
         )
-    if whole.exists():
+    if is_there(whole):
         return _parse(whole, partial(tokenizers.Tokenizer.from_str, read_text(whole)))
     for file in (vocab, merges):
         check_regular(file)
@@ -134,7 +134,7 @@ def _parse(files: Path | str, read: Callable[[], Any]) -> Any:
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
     file = directory / "chat_template.jinja"
-    template = (read_text(file) if file.exists() else "") or config.get("chat_template")
+    template = (read_text(file) if is_there(file) else "") or config.get("chat_template")
     if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
         named = [entry.get("template", 0) for entry in template if entry.get("name") == "default"]
         template = named[-1] if named else None

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_close
+from compare import assert_close, refused
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -645,6 +645,67 @@ def test_values_and_columns_of_keys_as_values_are_one_or_the_other():
     for options in (dict(v_dim=8), dict(v_BKSH=None)):
         message = refusal(ragged_decode_attention, **options)
         assert "v_BKSH or v_dim" in message
+
+
+def small(**changes):
+    """NumPy arrays of two slots, five and sixteen positions full."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(x, np.float32) for x in ((2, 1, 4, 8), *[(2, 2, 16, 8)] * 2))
+    lengths = np.array([5, 16], np.int32)
+    return dict(q_BTNH=q, k_BKSH=k, v_BKSH=v, lengths_B=lengths, scale=1.0) | changes
+
+
+DOES_NOT_FIT = {
+    "v_dim past the row": (dict(v_BKSH=None, v_dim=9), "values of 9"),
+    "v_dim of nothing": (dict(v_BKSH=None, v_dim=0), "values of 0"),
+    "v_dim below nothing": (dict(v_BKSH=None, v_dim=-3), "values of -3"),
+    "v_dim a float": (dict(v_BKSH=None, v_dim=4.0), "values of 4.0"),
+    "queries of three axes": (dict(q_BTNH=np.zeros((1, 4, 8))), "q_BTNH has 3 axes"),
+    "whole queries": (dict(q_BTNH=np.zeros((2, 1, 4, 8), int)), "q_BTNH has dtype int64"),
+    "other slots": (dict(k_BKSH=np.zeros((1, 2, 16, 8))), "k_BKSH has shape (1, 2, 16, 8)"),
+    "other heads": (dict(v_BKSH=np.zeros((2, 1, 16, 8))), "v_BKSH has shape (2, 1, 16, 8)"),
+    "other positions": (dict(v_BKSH=np.zeros((2, 2, 9, 8))), "v_BKSH has shape (2, 2, 9, 8)"),
+    "one length": (dict(lengths_B=np.array([5])), "lengths_B has shape (1,), not (2,)"),
+    "lengths of floats": (dict(lengths_B=np.zeros(2)), "lengths_B has dtype float64"),
+    "scales of one position": (dict(k_scale_BKS=np.ones((2, 2, 1))), "k_scale_BKS has shape"),
+    "scales of one head": (dict(v_scale_BKS=np.ones((2, 1, 16))), "v_scale_BKS has shape"),
+    "one sink": (dict(sinks_N=np.ones(1)), "sinks_N has shape (1,), not (4,)"),
+}
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("attend", [ragged_decode_attention, prefill_attention])
+@pytest.mark.parametrize("changes, message", DOES_NOT_FIT.values(), ids=DOES_NOT_FIT)
+def test_arrays_that_do_not_fit_are_refused_and_not_broadcast(
+    attend, changes, message, implementation
+):
+    refused(ValueError, message, attend, **small(**changes), implementation=implementation)
+
+
+@pytest.mark.parametrize("starts", [np.zeros(3, int), np.zeros((2, 1, 1), int)])
+def test_starts_are_of_slots_or_of_their_queries(starts):
+    what = "not (2,) or (2, 1)"
+    refused(ValueError, what, ragged_decode_attention, **small(starts=starts))
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(window=0), dict(window=-1), dict(chunk=0), dict(chunk=2.5)]
+)
+def test_a_window_or_a_chunk_has_positions(changes):
+    refused(ValueError, "is not a positive number", prefill_attention, **small(**changes))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
+@pytest.mark.parametrize("attend", [ragged_decode_attention, prefill_attention])
+@pytest.mark.parametrize("name", ["k_scale_BKS", "v_scale_BKS", "q_BTNH"])
+def test_nan_that_is_seen_stays_nan_and_is_not_taken_for_an_empty_slot(
+    attend, name, implementation
+):
+    one = np.ones((2, 2, 16), np.float32)
+    inputs = small(lengths_B=np.array([0, 16], np.int32), k_scale_BKS=one, v_scale_BKS=one)
+    inputs[name] = inputs[name] * np.float32(np.nan)
+    o = np.asarray(attend(**inputs, implementation=implementation))
+    assert not o[0].any() and np.isnan(o[1]).all()
 
 
 @pytest.mark.parametrize("attend", [ragged_decode_attention, prefill_attention])

@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from common import checkpoint as ck
 from common.checkpoint import Order, Same
+from common.files import MOST_LINES
 from common.finite import check_finite, limits_of
 from common.quant import INT8, TRANSPOSED, Int8, Transposed
 from common.random_weights import random_weights
@@ -569,6 +570,21 @@ def test_all_that_does_not_fit_is_reported_together_before_any_data_is_read(tmp_
     lines.add("no file has m.h.1.down.weight, of shape [10, 14]")
     assert set(str(caught.value).splitlines()) == lines
     assert reads == []
+
+
+@pytest.mark.parametrize("name", ["{", "m.h.{0}.x", "m.h.0.{x.__class__}", "h.0.{}.1"])
+def test_a_name_is_no_format(tmp_path, name):
+    write_sharded(tmp_path, {**stored_tensors(), name: np.zeros(1, np.float32)})
+    refused(ValueError, f"{name} is not a weight of this model", load, tmp_path)
+
+
+def test_of_many_that_do_not_fit_the_first_are_named(tmp_path):
+    more = {f"more.{i}": np.zeros(1, np.float32) for i in range(100)}
+    write_sharded(tmp_path, {**stored_tensors(), **more})
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == MOST_LINES + 1 and lines[-1] == "and 80 more such lines"
 
 
 def test_two_stored_names_for_one_weight_are_refused(checkpoint):

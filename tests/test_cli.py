@@ -84,6 +84,7 @@ def test_many_prompts_queue_and_answer_in_order_as_each_would_alone(run, tmp_pat
     assert all(len(r["tokens"]) == 12 and r["finish_reason"] == "length" for r in done)
 
 
+@pytest.mark.full
 def test_plain_text_of_many_prompts_is_the_text_of_their_records(run):
     args = ["--prompt", "KING.", "--prompt", "Enter", "--max-new-tokens", "12", "--max-len", "64"]
     args += ["--slots", "2"]

@@ -355,6 +355,7 @@ def test_where_it_fits_it_is_said_how_much_more_would():
     assert verdict(run) == f"fits: 2.00 GB of 17.18 GB a device; {more}"
 
 
+@pytest.mark.full
 def test_several_topologies_and_meshes_are_one_table(shape):
     options = ["--dry-run", "cpu:4", "v5e:2x2", "--mesh", "tensor=2", "data=2", "--layers", "1"]
     options += ["--max-len", "128", "--prompt-tokens", "16"]
@@ -393,6 +394,7 @@ def test_as_json_the_figures_are_numbers_and_a_floor_follows_from_them():
     assert close(floor["links"], 1e3 * 2 * sent / chip["links"])
 
 
+@pytest.mark.full
 def test_the_room_that_is_said_is_used_up_by_as_much():
     """With the most slots, as with the most positions, the sum of what is held is the memory."""
     run = tiny_as_json()

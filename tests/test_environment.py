@@ -145,7 +145,7 @@ def programs(tmp_path_factory):
     return home, done.stdout
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_entry_is_dropped_with_one_line(shell, programs, damage):
     home, text = programs

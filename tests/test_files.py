@@ -14,6 +14,11 @@ def test_json_is_read_as_it_is(tmp_path):
     assert read_json(tmp_path / "config.json") == {"a": [1, "\u00e9"]}
 
 
+def test_a_pair_of_surrogates_is_one_character(tmp_path):
+    (tmp_path / "config.json").write_text(r'{"a": "\ud83d\ude00"}', encoding="utf-8")
+    assert read_json(tmp_path / "config.json") == {"a": "\U0001f600"}
+
+
 def test_a_missing_file_is_an_error_or_nothing(tmp_path):
     file = tmp_path / "config.json"
     assert str(tmp_path) in refused(FileNotFoundError, "config.json is missing", read_json, file)
@@ -25,6 +30,8 @@ def test_a_missing_file_is_an_error_or_nothing(tmp_path):
     [
         (b'{"a": 1', "is not JSON"),
         (b'{"a": "\xff"}', "is not UTF-8 text"),
+        (rb'{"a": "\ud800"}', "is not JSON"),
+        (rb'{"\uDC00\uD83D": 1}', "is not JSON"),
         (b"[1]", "does not hold a JSON object, but a list"),
         (b"", "is not JSON"),
         (b"[" * 100_000, "is nested too deeply"),

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_close
+from compare import assert_close, refused
 from engine import hf_config, load
 
+from common.checkpoint import stored_layout
 from common.dryrun import dry_run
 from common.quant import INT8, Int8, Mxfp4
 from common.sharding import Shards, make_mesh
@@ -107,3 +108,10 @@ def test_the_published_shapes_have_the_published_numbers_of_parameters():
     for name, parameters in {"gpt-oss-20b": 20.9e9, "gpt-oss-120b": 116.8e9}.items():
         weights = by_path(model.weight_layout(model.config_from_hf(SHAPES[name]))).values()
         assert_close(sum(math.prod(w.shape) for w in weights), parameters, rtol=3e-3, what=name)
+
+
+def test_a_width_that_is_no_whole_groups_of_4_bit_weights_is_refused():
+    hf = hf_config("gpt_oss", "mxfp4")
+    config = model.config_from_hf(hf | dict(hidden_size=95))
+    what = "config.json: rows of 95 are not whole groups of 32"
+    refused(ValueError, what, lambda: stored_layout(model.weight_layout(config)))

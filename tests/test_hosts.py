@@ -140,6 +140,7 @@ def test_two_processes_give_the_logits_and_greedy_texts_of_transformers(start, f
     assert second == (0, "", "")
 
 
+@pytest.mark.full
 def test_prompts_on_the_standard_input_of_process_0_reach_all(pair):
     """And its stdout holds the text alone, that of one process; another's holds nothing."""
     options = ["--max-new-tokens", "8", "--max-len", "64", "--json", "--dtype", "float32"]
@@ -302,7 +303,7 @@ def speaking(pair):
     return both
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
 )

@@ -5,6 +5,7 @@ import itertools
 import shutil
 
 import pytest
+from compare import refused
 from engine import hf_config
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,6 +152,14 @@ def test_two_special_tokens_of_one_name_are_refused():
     added = {str(len(read_ranks(FILE)) + i): {"content": "[BOS]"} for i in range(2)}
     with pytest.raises(ValueError, match="gives two special tokens one name"):
         load_tiktoken(FILE, added)
+
+
+@pytest.mark.parametrize("text", [3, None, ["a"], "\ud800"])
+@pytest.mark.parametrize("wrong", [lambda x: {"content": x}, lambda x: x], ids=["text", "entry"])
+def test_a_special_token_that_is_no_text_is_refused(wrong, text):
+    added = {str(len(read_ranks(FILE))): wrong(text)}
+    refused(ValueError, "tokenizer_config.json: added_tokens_decoder", load_tiktoken, FILE, added)
+    refused(ValueError, "tokenizer_config.json: added_tokens_decoder", load_tiktoken, FILE, [1])
 
 
 def test_all_bytes_are_tokens():

@@ -531,6 +531,32 @@ def test_rows_of_4_bit_weights_that_are_no_whole_groups_are_refused():
     assert "72" in refusal(shape((8, 72), F32), w, SIZES_4)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu", None])
+@pytest.mark.parametrize("form", [F32, Int8])
+def test_arrays_of_numpy_are_taken_as_those_of_jax(implementation, form):
+    given = make(next(case for case in CASES if case.form is form))[0][:3]
+    want = ragged_dot(*given, implementation=implementation)
+    got = ragged_dot(*jax.tree.map(np.asarray, given), implementation=implementation)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
+def test_a_scale_that_is_nan_gives_nan(implementation):
+    w = Int8(np.ones((3, 5, 8), np.int8), np.full((3, 5), np.nan, np.float32))
+    rows, sizes = np.ones((6, 8), np.float32), np.array([2, 0, 3], np.int32)
+    y = np.asarray(ragged_dot(rows, w, sizes, implementation=implementation))
+    assert np.isnan(y[:5]).all() and not y[5:].any()
+
+
+def test_rows_and_group_sizes_of_another_kind_are_refused():
+    x, w, sizes = np.ones((6, 8), np.float32), np.ones((3, 5, 8), np.float32), np.array([2, 1, 3])
+    assert "group_sizes_E has dtype float64" in refusal(x, w, sizes * 1.0)
+    assert "group_sizes_E has dtype bool" in refusal(x, w, sizes > 1)
+    assert "x_MI has dtype int64" in refusal(x.astype(int), w, sizes)
+    assert "no [M, I] and [E]" in refusal(x[0], w, sizes)
+    assert "no [M, I] and [E]" in refusal(x, w, sizes[None])
+
+
 def test_an_unknown_implementation_is_refused_with_those_there_are():
     message = refusal(*make(CASES[0])[0][:3], implementation="dense")
     assert "'dense'" in message and "'reference', 'blocked', 'tpu'" in message

@@ -75,6 +75,24 @@ def test_a_sampled_text_depends_on_seed_and_prompt_alone(session):
     assert sum(a != b for a, b in zip(together, other_seeds, strict=True)) > len(requests) // 2
 
 
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("axes", [dict(), dict(data=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_in_bf16_too_neighbours_and_order_change_no_text(quant, axes):
+    """Another number of slots or another mesh may: it is another program, which rounds
+    otherwise."""
+    loaded = load(model, mesh=make_mesh(**axes), dtype="bfloat16", quant=quant)
+    requests = [Request(p, 12, seed=i) for i, p in enumerate(PROMPTS)]
+    requests += [r._replace(**SAMPLED) for r in requests]
+    tokens, _ = answers(start_session(loaded, 4, 96), requests)
+    order = [4, 0, 13, 6, 9, 2, 11, 5, 1, 8, 3, 12, 7, 10]
+    shuffled, _ = answers(start_session(loaded, 4, 96), [requests[i] for i in order])
+    assert [tokens[i] for i in order] == shuffled
+    few = order[:4]
+    alone = [answers(start_session(loaded, 4, 96), [requests[i]])[0][0] for i in few]
+    assert alone == [tokens[i] for i in few]
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "axes", [dict(data=2, expert=2, tensor=2), dict(data=2), dict(tensor=4)], ids=str

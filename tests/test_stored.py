@@ -8,6 +8,7 @@ import pytest
 from compare import refused
 from safetensors.numpy import save_file
 
+from common.files import MOST_LINES
 from common.stored import INDEX, SINGLE, open_tensors
 
 TENSORS = {f"t{i}": np.full((3, i + 1), i, np.float32) for i in range(7)}
@@ -105,6 +106,14 @@ def twice(content):
     return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
 
+def recode(file, encoding):
+    """The file with its header in another encoding."""
+    content = file.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:start].decode().encode(encoding)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[start:])
+
+
 DAMAGE = {
     "empty": lambda f: f.write_bytes(b""),
     "only a length": lambda f: f.write_bytes(f.read_bytes()[:8]),
@@ -134,6 +143,15 @@ DAMAGE = {
     "a shape of strings": lambda f: rewrite_header(f, lambda h: h["t6"].update(shape=["3", "7"])),
     "a shape of truths": lambda f: rewrite_header(f, lambda h: h["t0"].update(shape=[3, True])),
     "an entry that is a list": lambda f: rewrite_header(f, lambda h: h.update(t6=[1])),
+    "UTF-16": lambda f: recode(f, "utf-16-le"),
+    "a byte order mark": lambda f: recode(f, "utf-8-sig"),
+    "not a number": lambda f: rewrite_header(f, lambda h: h["t6"].update(more=float("nan"))),
+    "metadata of numbers": lambda f: rewrite_header(f, lambda h: h.update(__metadata__={"a": 1})),
+    "metadata of text": lambda f: rewrite_header(f, lambda h: h.update(__metadata__="pt")),
+    "half a character": lambda f: rewrite_header(f, lambda h: h["t6"].update(more="\ud800")),
+    "a name with a star": lambda f: rewrite_header(f, lambda h: h.update({"t.*": h.pop("t6")})),
+    "a name of two lines": lambda f: rewrite_header(f, lambda h: h.update({"a\nb": h.pop("t6")})),
+    "a name without end": lambda f: rewrite_header(f, lambda h: h.update({"a" * 999: h.pop("t6")})),
     "a terabyte of header": lambda f: f.write_bytes((1 << 40).to_bytes(8, "little") + b"{}"),
     "cut short": lambda f: f.write_bytes(f.read_bytes()[:-1]),
     "too long": lambda f: f.write_bytes(f.read_bytes() + b"x"),
@@ -150,7 +168,9 @@ def test_a_damaged_file_is_refused_by_name(checkpoint, damage):
 def test_a_missing_file_of_the_index_is_named_with_a_tensor_it_holds(tmp_path):
     weight_map, gone = write_sharded(tmp_path), tmp_path / "ZZ.safetensors"
     gone.unlink()
-    message = refused(FileNotFoundError, f"{gone} is missing; it holds ", open_tensors, tmp_path)
+    message = refused(
+        FileNotFoundError, f"{gone} is missing; {INDEX} says it holds ", open_tensors, tmp_path
+    )
     assert weight_map[message.rsplit(" ", 1)[1]] == "ZZ.safetensors"
 
 
@@ -173,6 +193,22 @@ def test_a_damaged_index_is_named(checkpoint, index):
 def test_an_index_names_no_file_outside_its_directory(tmp_path, file):
     write_index(tmp_path, {"t0": file})
     refused(ValueError, f"names {file!r}, which is not a file beside it", open_tensors, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "x" * 300])
+def test_an_index_has_no_name_that_a_message_cannot_show(tmp_path, name):
+    write_index(tmp_path, {name: "a.safetensors"})
+    refused(ValueError, f"{INDEX} names {name[:60]!r}, which is no tensor", open_tensors, tmp_path)
+    write_index(tmp_path, {"t0": name})
+    refused(ValueError, "which is not a file beside it", open_tensors, tmp_path)
+
+
+def test_of_many_missing_files_the_first_are_named(tmp_path):
+    write_index(tmp_path, {f"t{i}": f"{i}.safetensors" for i in range(1000)})
+    with pytest.raises(FileNotFoundError) as caught:
+        open_tensors(tmp_path)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == MOST_LINES + 1 and lines[-1] == "and 980 more such lines"
 
 
 def test_a_tensor_in_two_files_without_an_index_is_refused(tmp_path):

@@ -21,7 +21,7 @@ from common.kernels.decode_attention_tpu import decode_attention_tpu
 from common.kernels.decode_attention_tpu import unsupported as tpu_refuses
 from common.kernels.dispatch import Kernel, choose
 from common.kernels.reference import attention_reference
-from common.kernels.shapes import check_shapes
+from common.kernels.shapes import check_kind, check_shape, check_shapes
 
 Array = jax.Array
 
@@ -73,10 +73,14 @@ def ragged_decode_attention(
         which elsewhere are interpreted (for tests); or None to choose: the platform's kernel if it
         takes these arrays, else "blocked".
 
-    Returns [B, T, N, Hv] in q's dtype; a query that sees nothing gives zeros.
+    Returns [B, T, N, Hv] in q's dtype; a query that sees nothing gives zeros. One
+    that sees NaN, in a scale too, gives NaN; the compiled kernels do not promise that.
     """
-    check_shapes(q_BTNH, k_BKSH, v_BKSH, v_dim)
+    check_shapes(q_BTNH, k_BKSH, v_BKSH, v_dim, lengths_B, k_scale_BKS, v_scale_BKS, sinks_N)
     (B, T), row = q_BTNH.shape[:2], k_BKSH.shape[3]
+    if starts is not None:
+        check_shape("starts", starts, (B,), (B, T))
+        check_kind("starts", starts, jnp.integer)
     lengths_B = jnp.maximum(lengths_B, 0)  # lengths - T must not wrap around
     starts = jnp.zeros((B,), jnp.int32) if starts is None else starts
     starts_BT = jnp.broadcast_to(starts if starts.ndim == 2 else starts[:, None], (B, T))

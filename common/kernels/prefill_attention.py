@@ -19,7 +19,7 @@ from common.kernels.attention_blocked import attention_blocked
 from common.kernels.dispatch import Kernel, choose
 from common.kernels.prefill_attention_tpu import prefill_attention_tpu
 from common.kernels.reference import attention_reference
-from common.kernels.shapes import check_shapes
+from common.kernels.shapes import check_shapes, is_whole
 from common.kernels.visible import first_seen
 
 Array = jax.Array
@@ -61,9 +61,13 @@ def prefill_attention(
         tests); "gpu", which is blocked; or None to choose: splash for bf16 queries on TPU, else
         blocked (splash multiplies float32 in bf16).
 
-    Returns [B, T, N, Hv] in q's dtype; a query that sees nothing gives zeros.
+    Returns [B, T, N, Hv] in q's dtype; a query that sees nothing gives zeros. One
+    that sees NaN, in a scale too, gives NaN; the compiled kernel does not promise that.
     """
-    check_shapes(q_BTNH, k_BKSH, v_BKSH, v_dim)
+    check_shapes(q_BTNH, k_BKSH, v_BKSH, v_dim, lengths_B, k_scale_BKS, v_scale_BKS, sinks_N)
+    for name, n in dict(window=window, chunk=chunk).items():
+        if n is not None and not (is_whole(n) and n > 0):
+            raise ValueError(f"{name}={n} is not a positive number of positions")
     if implementation is None and q_BTNH.dtype != jnp.bfloat16:
         implementation = "blocked"
     lengths_B = jnp.maximum(lengths_B, 0)  # lengths - T must not wrap around

@@ -25,6 +25,7 @@ from common.kernels.ragged_dot_gpu import ragged_dot_gpu
 from common.kernels.ragged_dot_gpu import unsupported as gpu_refuses
 from common.kernels.ragged_dot_tpu import ragged_dot_tpu
 from common.kernels.ragged_dot_tpu import unsupported as tpu_refuses
+from common.kernels.shapes import check_kind
 from common.quant import (
     FP8_BLOCK,
     MXFP4_GROUP,
@@ -85,7 +86,9 @@ def ragged_dot(
         tpu=Kernel("tpu", on_tpu, tpu_refuses(x_MI, w_EOI)),
         gpu=Kernel("cuda", on_gpu, gpu_refuses(x_MI, w_EOI)),
     )
-    y_MO: Array = choose(implementation, plain, kernels)(x_MI, w_EOI, group_sizes_E, bias_EO)
+    multiply = choose(implementation, plain, kernels)
+    operands = jax.tree.map(jnp.asarray, (x_MI, w_EOI, group_sizes_E, bias_EO))  # of NumPy, too
+    y_MO: Array = multiply(*operands)
     return y_MO
 
 
@@ -95,6 +98,12 @@ def row_major(sharding: Sharding, axes: int = 3) -> Format:
 
 
 def _check(x_MI: Array, w_EOI: Matrix, group_sizes_E: Array, bias_EO: Array | None) -> None:
+    if len(x_MI.shape) != 2 or len(group_sizes_E.shape) != 1:
+        raise ValueError(
+            f"x {x_MI.shape} and group sizes {group_sizes_E.shape} are no [M, I] and [E]"
+        )
+    check_kind("group_sizes_E", group_sizes_E, jnp.integer)
+    check_kind("x_MI", x_MI, jnp.floating)
     (M, n_in), E, n_out = x_MI.shape, group_sizes_E.shape[0], _rows_of_matrix(w_EOI)
     if isinstance(w_EOI, Mxfp4) and n_in % MXFP4_GROUP:
         raise ValueError(f"rows of {n_in} are not whole groups of {MXFP4_GROUP} 4-bit weights")

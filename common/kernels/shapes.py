@@ -3,22 +3,61 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
 
 
-def check_shapes(q_BTNH: Any, k_BKSH: Any, v_BKSH: Any, v_dim: int | None) -> None:
+def check_shapes(
+    q_BTNH: Any,
+    k_BKSH: Any,
+    v_BKSH: Any,
+    v_dim: int | None,
+    lengths_B: Any,
+    k_scale_BKS: Any = None,
+    v_scale_BKS: Any = None,
+    sinks_N: Any = None,
+) -> None:
     """ValueError for arrays (or shapes) that no implementation of attention takes."""
-    N, H = q_BTNH.shape[2:]
-    K, _, W = k_BKSH.shape[1:]
     if (v_BKSH is None) == (v_dim is None):
         raise ValueError("attention takes v_BKSH or v_dim (the columns of k that are the values)")
+    for name, x in dict(q_BTNH=q_BTNH, k_BKSH=k_BKSH).items():
+        if len(x.shape) != 4:
+            raise ValueError(f"{name} has {len(x.shape)} axes, not 4")
+    (B, _, N, H), (K, S, W) = q_BTNH.shape, k_BKSH.shape[1:]
     if N % K:
         raise ValueError(f"{N} query heads cannot share {K} cache heads evenly")
     if v_dim is None and W != H:
         raise ValueError(f"queries of {H} columns do not fit keys of {W}")
-    if v_dim is not None and not (0 < v_dim <= W and H <= W):
+    if v_dim is not None and not (is_whole(v_dim) and 0 < v_dim <= W and H <= W):
         raise ValueError(f"a cache row of {W} columns holds no keys of {H} and values of {v_dim}")
+    rows = B, K, S
+    check_shape("k_BKSH", k_BKSH, (*rows, W))
+    if v_BKSH is not None:
+        check_shape("v_BKSH", v_BKSH, (*rows, v_BKSH.shape[-1]))
+    check_shape("lengths_B", lengths_B, (B,))
+    check_kind("lengths_B", lengths_B, jnp.integer)
+    check_kind("q_BTNH", q_BTNH, jnp.floating)
+    check_shape("k_scale_BKS", k_scale_BKS, rows)
+    check_shape("v_scale_BKS", v_scale_BKS, rows)
+    check_shape("sinks_N", sinks_N, (N,))
+
+
+def check_shape(name: str, array: Any, *shapes: tuple[int, ...]) -> None:
+    """ValueError for an array that is there and has none of these shapes."""
+    if array is not None and array.shape not in shapes:
+        raise ValueError(f"{name} has shape {array.shape}, not {' or '.join(map(str, shapes))}")
+
+
+def check_kind(name: str, array: Any, kind: Any) -> None:
+    """ValueError for an array of another kind than `jnp.integer` or `jnp.floating`."""
+    if not jnp.issubdtype(array.dtype, kind):
+        raise ValueError(f"{name} has dtype {array.dtype}, which is not {kind.__name__}")
+
+
+def is_whole(number: Any) -> bool:
+    return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
 def value_width(v_BKSH: Any, v_dim: int | None) -> int:

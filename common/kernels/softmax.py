@@ -48,9 +48,10 @@ def online_softmax(
 
 def normalized(m: Array, total: Array, acc: Array) -> tuple[Array, Array]:
     """The end of an online softmax: output and log-sum-exp of m and total [..., 1] and the weighted
-    sum of values acc [..., Hv]. A row that saw no score gives zeros and -inf."""
-    some = m > NEG_INF
-    return jnp.where(some, acc / total, 0.0), jnp.where(some, m + jnp.log(total), -jnp.inf)
+    sum of values acc [..., Hv]. A row that saw no score gives zeros and -inf; one that saw
+    NaN gives NaN."""
+    none = m <= NEG_INF
+    return jnp.where(none, 0.0, acc / total), jnp.where(none, -jnp.inf, m + jnp.log(total))
 
 
 def merge_parts(o: Array, lse: Array) -> tuple[Array, Array]:
