@@ -13,6 +13,7 @@ weights and the filled cache, at the bandwidth of a large one-row product in the
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -141,13 +142,14 @@ def their_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     kv_heads = getattr(c, "num_key_value_heads", c.num_attention_heads)
     position = 2 * c.num_hidden_layers * kv_heads * head * dtype.itemsize
     static: dict[tuple[int, int], Any] = {}
+    eager = model.forward
+    compiled = functools.cache(lambda: torch.compile(eager, mode="reduce-overhead"))
 
     def start(batch: int, tokens: int, setting: str) -> Any:
         attn, cache, *more = setting.split()
         model.set_attn_implementation(attn)
-        if more and more[0] == "compiled":
-            model.forward = torch.compile(model.forward, mode="reduce-overhead")
-        elif more:
+        model.forward = compiled() if "compiled" in more else eager
+        if more and "compiled" not in more:
             model.set_experts_implementation(more[0])
         if cache == "dynamic":
             return DynamicCache(config=c)
