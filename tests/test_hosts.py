@@ -261,7 +261,9 @@ def test_a_process_that_dies_while_another_reads_its_prompt_ends_it(start):
         first.wait(6)
     second.kill()
     first.wait(PROMPTLY)
-    assert first.stderr.read() == f"error: process 1 on {socket.gethostname()} has died\n"
+    *waiting, last = first.stderr.read().splitlines()
+    assert waiting in ([], ["[waiting for a prompt on standard input]"])
+    assert last == f"error: process 1 on {socket.gethostname()} has died"
 
 
 @pytest.mark.full
@@ -304,25 +306,23 @@ def speaking(pair):
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
-)
-def test_a_process_that_is_killed_ends_the_other_with_one_line(pair, victim, number):
+def test_a_process_that_is_killed_ends_the_other_with_one_line(pair, victim):
     both = speaking(pair)
-    both[victim].send_signal(number)
+    both[victim].kill()
     began = time.monotonic()
     code, _, errors = ends(both)[1 - victim]
     print(f"{time.monotonic() - began:.2f} s until the other had ended")
     assert time.monotonic() - began < PROMPTLY
     host = "127.0.0.1" if victim == 0 else socket.gethostname()
     assert (code, errors) == (1, f"error: process {victim} on {host} has died\n")
-    assert both[victim].returncode == -number
+    assert both[victim].returncode == -signal.SIGKILL
 
 
 @pytest.mark.full
-def test_ctrl_c_on_one_process_ends_the_other_with_one_line(pair):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_on_one_process_end_the_other_with_one_line(pair, number):
     both = speaking(pair)
-    both[1].send_signal(signal.SIGINT)
+    both[1].send_signal(number)
     first, second = ends(both)
     assert (first[0], second) == (130, (130, "", ""))
     assert first[2] == f"error: process 1 on {socket.gethostname()} was interrupted\n"
