@@ -27,9 +27,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,7 @@ Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent
 ONE = dict(data=1, expert=1, tensor=1)
 DTYPES = ("bf16", "int8", "fp8")
+GRACE = 20  # seconds that a group gets to end by itself
 
 
 class Group(NamedTuple):
@@ -53,6 +55,11 @@ class Group(NamedTuple):
     part: str  # "errors", "times" or "models"
     rows: Callable[[bool], Iterator[Callable[[], Row]]]  # of whether it is tiny; each makes a row
     share: float  # of the minutes
+    threads: int = 1  # rows made at the same time, where none is timed
+
+
+def machine(tiny: bool) -> kernels.Machine:
+    return kernels.measure_machine(*((0.01, 256, 1) if tiny else (1.0, 8192, 10)))
 
 
 # ---- errors
@@ -70,35 +77,32 @@ def error_row(name: str, dtype: str, run: Callable[..., Any], make: Callable[[],
     return dict(case=name, dtype=dtype, error=error, right=error <= kernels.BOUND[dtype])
 
 
+def attend(attention: Any, heads: kernels.Heads, last: int | None, *args: Any, **options: Any):
+    """`kernels.attend`, of the last positions of each slot alone unless that is None."""
+    if last is not None:
+        options |= dict(starts=jnp.maximum(args[3] - last, 0))
+    return kernels.attend(attention, heads, *args, **options)
+
+
 def slots(heads: kernels.Heads, dtype: str, queries: int) -> Any:
     """Arrays of `kernels.make_attention`, of slots that are empty, short, odd and full."""
-    q, k, v, _, k_scale, v_scale = kernels.make_attention(heads, dtype, 5, 0, 512)
+    q, k, v, _, *scales = kernels.make_attention(heads, dtype, 5, 0, 512)
     q = jnp.concatenate([(1 + t / 4) * q for t in range(queries)], axis=1)
-    return q, k, v, jnp.array([0, queries, 65, 400, 512], jnp.int32), k_scale, v_scale
-
-
-def attend(attention: Any, heads: kernels.Heads, more: Any, q, k, v, n, ks, vs, implementation):
-    options: Any = dict(scale=heads.width**-0.5, v_dim=heads.v_dim, implementation=implementation)
-    return attention(q, k, v, n, k_scale_BKS=ks, v_scale_BKS=vs, **options, **more(n))
+    return q, k, v, jnp.array([0, queries, 65, 400, 512], jnp.int32), *scales
 
 
 def attention_errors(dtype: str, tiny: bool) -> Iterator[Callable[[], Row]]:
-    every = list(kernels.ATTENTION.items())
-    nothing, last = lambda n: {}, lambda n: dict(starts=jnp.maximum(n - 100, 0))
-    for name, heads in every[:1] if tiny else every:
-        for attention, queries, more in (
-            (ragged_decode_attention, 1, nothing),
-            (ragged_decode_attention, 1, last),
-            (ragged_decode_attention, 4, nothing),
-            (prefill_attention, 64, nothing),
-        ):
+    for attention, queries, last in (
+        (ragged_decode_attention, 1, None),
+        (ragged_decode_attention, 1, 100),
+        (ragged_decode_attention, 4, None),
+        (prefill_attention, 64, None),
+    ):
+        for name, heads in list(kernels.ATTENTION.items())[: 1 if tiny else None]:
             title = f"{attention.__name__}, {name}, {queries} a slot"
-            title += ", the last 100" if more is last else ""
-            run, make = (
-                partial(attend, attention, heads, more),
-                partial(slots, heads, dtype, queries),
-            )
-            yield partial(error_row, title, dtype, run, make)
+            title += f", the last {last}" if last else ""
+            run, make = partial(attend, attention, heads, last), partial(slots, heads, dtype)
+            yield partial(error_row, title, dtype, run, partial(make, queries))
 
 
 def grouped(shape: kernels.Experts, dtype: str, tokens: int) -> Any:
@@ -110,125 +114,105 @@ def grouped(shape: kernels.Experts, dtype: str, tokens: int) -> Any:
 
 
 def product_errors(dtype: str, tiny: bool) -> Iterator[Callable[[], Row]]:
-    every = list(kernels.EXPERTS.items())
-    for name, shape in every[:1] if tiny else every:
-        for tokens in (1,) if tiny else (1, 8, 100):
-            title = f"ragged_dot, {name}, {tokens} tokens"
-            yield partial(
-                error_row, title, dtype, ragged_dot, partial(grouped, shape, dtype, tokens)
-            )
+    small = {"a small stack": kernels.Experts(4, 2, 128, 256)}
+    for tokens in (4, 100):
+        for name, shape in (small if tiny else kernels.EXPERTS).items():
+            title, make = f"ragged_dot, {name}, {tokens} tokens", partial(grouped, shape, dtype)
+            yield partial(error_row, title, dtype, ragged_dot, partial(make, tokens))
 
 
 # ---- times
 
 
 def time_rows(cases: Sequence[kernels.Case], tiny: bool) -> Iterator[Callable[[], Row]]:
-    repeats = 1 if tiny else 30
-    bandwidth = kernels.copy_bandwidth(0.01 if tiny else 1.0, repeats)
+    best = machine(tiny)
+    speeds = f"copies {best.bandwidth / 1e9:.0f} GB/s, products {best.rate / 1e12:.0f} TFLOP/s"
+    yield lambda: dict(case=speeds, **best._asdict())
     for case in cases:
-        yield partial(kernels.measure, case, bandwidth, repeats)
+        yield partial(kernels.measure, case, best, 1 if tiny else 20)
 
 
-def attention_times(tiny: bool) -> Iterator[Callable[[], Row]]:
+def decode_times(tiny: bool) -> Iterator[Callable[[], Row]]:
     sizes = [(2, 64)] if tiny else [(8, 8192), (1, 8192), (64, 2048), (1, 32768)]
     heads = list(kernels.ATTENTION.items())[: 1 if tiny else None]
     cases = [kernels.attention_case(*h, d, *size) for size in sizes for h in heads for d in DTYPES]
     return time_rows(cases, tiny)
 
 
+def prefill_times(tiny: bool) -> Iterator[Callable[[], Row]]:
+    heads = list(kernels.ATTENTION.items())[: 1 if tiny else None]
+    prompts = (64,) if tiny else (512, 8192)
+    return time_rows([kernels.prefill_case(*h, "bf16", n) for n in prompts for h in heads], tiny)
+
+
 def product_times(tiny: bool) -> Iterator[Callable[[], Row]]:
     few = {"a small stack": kernels.Experts(4, 2, 128, 256)}
-    shapes = few if tiny else kernels.EXPERTS
     cases = [
         kernels.experts_case(name, shape, dtype, tokens)
         for tokens in ((2,) if tiny else (8, 1, 64))
-        for name, shape in shapes.items()
+        for name, shape in (few if tiny else kernels.EXPERTS).items()
         for dtype in (*DTYPES, "mxfp4")
-        if not (dtype == "bf16" and shape.number * shape.n_out * shape.n_in > 2e9)  # 8 GB in two
     ]
-    return time_rows(cases, tiny)
-
-
-def prefill_times(tiny: bool) -> Iterator[Callable[[], Row]]:
-    """Prompts, whose floor is that of products."""
-    rate = product_rate(256 if tiny else 8192)
-    for tokens in (64,) if tiny else (512, 8192):
-        for name in list(kernels.ATTENTION)[: 1 if tiny else 3]:
-            yield partial(prefill_row, name, tokens, rate, 1 if tiny else 10)
-
-
-def prefill_row(name: str, tokens: int, rate: float, repeats: int) -> Row:
-    heads = kernels.ATTENTION[name]
-    _, k, v, n, *_ = kernels.make_attention(heads, "bf16", 1, tokens, tokens)
-    q = jax.random.normal(jax.random.key(7), (1, tokens, heads.query, heads.width), jnp.bfloat16)
-
-    def others(implementation, q, k, v, n):
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        attend = partial(jax.nn.dot_product_attention, implementation=implementation)
-        return attend(q, k, v, is_causal=True)
-
-    scale = heads.width**-0.5
-    ours = lambda q, k, v, n: prefill_attention(q, k, v, n, scale=scale)
-    names = ("xla", "cudnn") if jax.default_backend() == "gpu" else ("xla",)
-    own = kernels.seconds(ours, (q, k, v, n), repeats)
-    rest = {x: kernels.seconds(partial(others, x), (q, k, v, n), repeats) for x in names}
-    operations = 4 * heads.query * heads.width * tokens * (tokens + 1) / 2
-    return dict(
-        case=f"prefill_attention, {name}, {tokens} tokens",
-        dtype="bf16",
-        seconds=own,
-        of_floor=operations / rate / own,
-        others={f"jax.nn {x}": other / own for x, other in rest.items()},
-    )
-
-
-def product_rate(size: int) -> float:
-    """Floating-point operations per second of a large product in bfloat16."""
-    x = jnp.ones((size, size), jnp.bfloat16)
-    return 2 * size**3 / kernels.seconds(lambda x: x @ x, (x,), 3)
+    return time_rows([case for case in cases if case.stored < 8e9], tiny)
 
 
 # ---- models
 
 
-class Shape(NamedTuple):
+class Model(NamedTuple):
     family: str
     size: str
-    quant: str | None
+    quant: str | None = None
+    setting: str | None = None  # of transformers, which runs it then
 
 
-def model_rows(shape: Shape, tiny: bool) -> Iterator[Callable[[], Row]]:
-    family, size, quant = shape
-    module = importlib.import_module(f"{family}.model")
-    shapes = importlib.import_module(f"{family}.shapes").SHAPES
-    embedded = ROOT / family / "embedded" / "config.json"
-    hf = json.loads(embedded.read_text()) if tiny else shapes[size]
+MODELS = {
+    "Llama-3.1-8B, bf16": Model("llama3", "llama3.1-8b"),
+    "Llama-3.1-8B, int8": Model("llama3", "llama3.1-8b", "int8"),
+    "gpt-oss-20b, mxfp4": Model("gpt_oss", "gpt-oss-20b"),
+    "Qwen3-30B-A3B, bf16": Model("qwen3", "qwen3-30b-a3b"),
+    "Llama-3.1-8B, bf16, transformers compiled": Model(
+        "llama3", "llama3.1-8b", setting="sdpa static compiled"
+    ),
+    "Llama-3.1-8B, bf16, transformers": Model("llama3", "llama3.1-8b", setting="sdpa dynamic"),
+}
+
+
+def tasks_of(model: Model, hf: dict[str, Any]) -> dict[str, generate.Task]:
+    """The tasks of `benchmarks.generate`, with random weights."""
+    spec: Any = dict(dtype="bfloat16", quant=model.quant, random=True, model=model.family)
+    if model.setting is not None:
+        tasks, _ = generate.their_tasks(spec | dict(shape=hf))
+        return {name: partial(tasks[name], setting=model.setting) for name in ("prefill", "decode")}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(hf))
-        spec = dict(model=family, ckpt=str(file), dtype="bfloat16", quant=quant, random=True)
-        tasks, _ = generate.our_tasks(spec)
-    bandwidth, rate = (
-        kernels.copy_bandwidth(0.01 if tiny else 1.0, 5),
-        product_rate(256 if tiny else 8192),
-    )
-    name = f"{size}, {quant or ('mxfp4' if family == 'gpt_oss' else 'bf16')}"
-    steps = 4 if tiny else 64
+        return generate.our_tasks(spec | dict(ckpt=str(file)))[0]
+
+
+def model_rows(name: str, model: Model, tiny: bool) -> Iterator[Callable[[], Row]]:
+    if model.setting and not all(map(importlib.util.find_spec, ("torch", "transformers"))):
+        return
+    module = importlib.import_module(f"{model.family}.model")
+    published = importlib.import_module(f"{model.family}.shapes").SHAPES[model.size]
+    embedded = ROOT / model.family / "embedded" / "config.json"
+    hf = json.loads(embedded.read_text()) if tiny else published
+    best, tasks, steps = machine(tiny), tasks_of(model, hf), 4 if tiny else 64
+
+    def row(case: str, tokens: int, seconds: float, floor: float) -> Row:
+        rates = dict(seconds=seconds, tokens_per_s=tokens / seconds, of_floor=floor / seconds)
+        return dict(case=f"{name}: {case}", **rates)
 
     def decode(slots: int) -> Row:
         replies = [tasks["decode"](batch=slots, steps=steps, seed=i) for i in range(3)][1:]
         step = min(r["seconds"] for r in replies) / steps
-        floor = replies[0]["bytes"] / bandwidth
-        rates = dict(seconds=step, tokens_per_s=slots / step, of_floor=floor / step)
-        return dict(case=f"{name}: decoding, {slots} slots", **rates)
+        return row(f"decoding, {slots} slots", slots, step, replies[0]["bytes"] / best.bandwidth)
 
     def prompt(tokens: int) -> Row:
         reply = [tasks["prefill"](tokens=tokens, seed=i) for i in range(2)][1]
-        plan = Plan(module, module.config_from_hf(hf), size, 1, tokens)
-        floor = products_and_unread(plan, ONE, tokens)[0] / rate
-        seconds = reply["seconds"]
-        rates = dict(seconds=seconds, tokens_per_s=tokens / seconds, of_floor=floor / seconds)
-        return dict(case=f"{name}: prompt of {tokens}", **rates)
+        plan = Plan(module, module.config_from_hf(hf), model.size, 1, tokens)
+        floor = products_and_unread(plan, ONE, tokens)[0] / best.rate
+        return row(f"prompt of {tokens}", tokens, reply["seconds"], floor)
 
     for slots in (1, 2) if tiny else (1, 8, 64):
         yield partial(decode, slots)
@@ -236,101 +220,75 @@ def model_rows(shape: Shape, tiny: bool) -> Iterator[Callable[[], Row]]:
         yield partial(prompt, tokens)
 
 
-def their_rows(tiny: bool) -> Iterator[Callable[[], Row]]:
-    """transformers with Llama-3.1-8B's shape, also compiled by torch."""
-    if tiny or not all(map(importlib.util.find_spec, ("torch", "transformers"))):
-        return
-    from llama3.shapes import SHAPES
-
-    shape = SHAPES["llama3.1-8b"]
-    spec = dict(dtype="bfloat16", random=True, shape=shape)
-    tasks, _ = generate.their_tasks(spec)
-    steps = 64
-
-    def decode(setting: str) -> Row:
-        replies = [
-            tasks["decode"](batch=1, steps=steps, seed=i, setting=setting) for i in range(3)
-        ][1:]
-        step = min(r["seconds"] for r in replies) / steps
-        return dict(
-            case=f"llama3.1-8b, bf16: decoding, 1 slot: transformers, {setting}",
-            seconds=step,
-            tokens_per_s=1 / step,
-        )
-
-    for setting in ("sdpa dynamic", "sdpa static", "sdpa static compiled"):
-        yield partial(decode, setting)
-
-
-MODELS = [
-    Shape("llama3", "llama3.1-8b", None),
-    Shape("llama3", "llama3.1-8b", "int8"),
-    Shape("gpt_oss", "gpt-oss-20b", None),
-    Shape("qwen3", "qwen3-30b-a3b", None),
-]
 GROUPS = {
-    **{f"attention {d}": Group("errors", partial(attention_errors, d), 0.08) for d in DTYPES},
+    **{f"attention {d}": Group("errors", partial(attention_errors, d), 0.06, 8) for d in DTYPES},
     **{
-        f"ragged_dot {d}": Group("errors", partial(product_errors, d), 0.04)
+        f"ragged_dot {d}": Group("errors", partial(product_errors, d), 0.04, 8)
         for d in (*DTYPES, "mxfp4")
     },
-    "decode_attention times": Group("times", attention_times, 0.14),
-    "ragged_dot times": Group("times", product_times, 0.14),
-    "prefill_attention times": Group("times", prefill_times, 0.06),
+    "decode_attention times": Group("times", decode_times, 0.1),
+    "ragged_dot times": Group("times", product_times, 0.1),
+    "prefill_attention times": Group("times", prefill_times, 0.05),
     **{
-        f"{m.size} {m.quant or ''}".strip(): Group("models", partial(model_rows, m), 0.08)
-        for m in MODELS
+        name: Group("models", partial(model_rows, name, model), 0.07)
+        for name, model in MODELS.items()
     },
-    "transformers": Group("models", their_rows, 0.1),
 }
 
 
 # ---- the processes
 
 
-def work(name: str, tiny: bool, seconds: float) -> None:
-    """Prints the rows of a group, a line of JSON each; what comes after `seconds` is left out."""
+def work(group: Group, tiny: bool, seconds: float) -> None:
+    """Prints the rows of a group, a line of JSON each; those not begun by then are left out."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints
+    end, left_out = time.monotonic() + seconds, 0
 
     def tell(row: Row) -> None:
         out.write(json.dumps(row) + "\n")
         out.flush()
 
-    end = time.monotonic() + seconds
-    tell(dict(device=jax.devices()[0].device_kind, jax=jax.__version__))
-    for i, make in enumerate(GROUPS[name].rows(tiny)):
+    def attempt(make: Callable[[], Row]) -> Row | None:
         if time.monotonic() > end:
-            return tell(dict(left_out=f"what comes after {i} rows, for want of time"))
+            return None
         try:
-            tell(make())
+            return make()
         except Exception as error:  # of any library: the next row may work
-            tell(dict(failed=" ".join(str(error).split())[:300] or type(error).__name__))
+            return dict(failed=" ".join(str(error).split())[:300] or type(error).__name__)
+
+    device = jax.devices()[0]
+    tell(dict(device=device.device_kind, platform=device.platform, jax=jax.__version__))
+    with ThreadPoolExecutor(group.threads) as pool:
+        for row in pool.map(attempt, group.rows(tiny)):
+            if row is None:
+                left_out += 1
+            else:
+                tell(row)
+    if left_out:
+        tell(dict(left_out=f"{left_out} rows, for want of time"))
 
 
-def rows_of(name: str, tiny: bool, seconds: float) -> Iterator[Row]:
-    """The rows of a group, from its process, which gets a little longer than it is told."""
-    words = ["--group", name, "--seconds", str(seconds), *(["--tiny"] if tiny else [])]
-    environment = os.environ | dict(XLA_PYTHON_CLIENT_PREALLOCATE="false")
+def rows_of(command: Sequence[str], seconds: float) -> Iterator[Row]:
+    """The rows that a process prints, which is stopped after `seconds`."""
+    # All of the memory, as the largest model wants it, but taken as it is needed.
+    memory = dict(XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_PYTHON_CLIENT_MEM_FRACTION="0.95")
+    pipes: Any = dict(stdout=subprocess.PIPE, text=True, env=os.environ | memory, cwd=ROOT)
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu", *words],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environment,
-            cwd=ROOT,
-        )
-        watch = threading.Timer(seconds + 20, process.kill)
+        process = subprocess.Popen(command, stderr=errors, **pipes)
+        watch = threading.Timer(seconds, process.kill)
         watch.start()
-        assert process.stdout is not None
-        for line in process.stdout:
-            yield json.loads(line)
-        watch.cancel()
-        if status := process.wait():
-            errors.seek(0)
-            said = errors.read().strip().splitlines()[-1:] or ["no message"]
-            yield dict(failed=f"ended with status {status}: {said[0][:300]}")
+        try:
+            for line in process.stdout:
+                yield json.loads(line)
+            if status := process.wait():
+                errors.seek(0)
+                said = errors.read().strip().splitlines()[-1:] or ["no message"]
+                why = f"ended with status {status}: {said[0][:300]}"
+                yield dict(failed=why if watch.is_alive() else f"stopped after {seconds:.0f} s")
+        finally:
+            watch.cancel()
+            process.kill()
 
 
 COLUMNS = ("case", "of the floor", "us", "time of others", "error")
@@ -341,7 +299,7 @@ def show(name: str, row: Row, cpu: bool) -> str:
     for what in ("failed", "left_out"):
         if what in row:
             return f"| {name} | {what.replace('_', ' ')}: {row[what]} | | | |"
-    share = row.get("of_floor", row.get("of_copy"))
+    share = row.get("of_floor")
     others = row.get("others", {}).items()
     wrong = "" if row.get("right", True) else " WRONG"
     cells = [
@@ -368,29 +326,46 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = ap.parse_args(argv)
     if args.minutes <= 0:
         ap.error("--minutes must be positive")
+    if not any(args.only in name for name in GROUPS):
+        ap.error(f"--only {args.only}: there are {', '.join(GROUPS)}")
     return args
+
+
+def fail(message: str) -> NoReturn:
+    sys.stderr.write(f"error: {message}\n")
+    sys.exit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     if args.group:
-        return work(args.group, args.tiny, args.seconds)
-    end, kept = time.monotonic() + 60 * args.minutes, list[Row]()
+        return work(GROUPS[args.group], args.tiny, args.seconds)
+    try:
+        args.json.write_text("")
+    except OSError as error:
+        fail(f"--json: {error}")
+    end, kept = time.monotonic() + 60 * args.minutes - GRACE, list[Row]()
     chosen = {name: group for name, group in GROUPS.items() if args.only in name}
-    device = ""
+    facts: Row = {}
     for i, (name, group) in enumerate(chosen.items()):
         rest = sum(other.share for other in list(chosen.values())[i:])
-        seconds = (end - time.monotonic()) * group.share / rest  # what others left is shared
-        for row in rows_of(name, args.tiny, seconds):
+        seconds = max(0, end - time.monotonic()) * group.share / rest  # what others left is shared
+        words = ["--group", name, "--seconds", str(seconds), *(["--tiny"] if args.tiny else [])]
+        command = [sys.executable, "-m", "benchmarks.gpu", *words]
+        for row in rows_of(command, seconds + GRACE):
             if "device" in row:
-                if not device:
-                    device = row["device"]
-                    print(f"{device}, jax {row['jax']}\n")
+                if row["platform"] != "gpu" and not args.tiny:
+                    fail(
+                        f"JAX finds no GPU here but {row['platform']}: try --tiny, which needs none"
+                    )
+                if not facts:
+                    facts = row
+                    print(f"{facts['device']}, jax {facts['jax']}\n")
                     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
                 continue
             kept.append(dict(group=name, part=group.part) | row)
-            print(show(name, row, device == "cpu"), flush=True)
-            args.json.write_text(json.dumps(dict(device=device, rows=kept), indent=1) + "\n")
+            print(show(name, row, facts.get("platform") == "cpu"), flush=True)
+            args.json.write_text(json.dumps(facts | dict(rows=kept), indent=1) + "\n")
     if any("failed" in row or not row.get("right", True) for row in kept):
         sys.exit("error: some rows failed or are wrong")
 
