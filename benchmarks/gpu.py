@@ -35,8 +35,9 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from benchmarks.tasks import Task
 
-from benchmarks import generate, kernels
+from benchmarks import folio, hf, kernels
 from common.dryrun import Plan, products_and_unread
 from common.kernels.decode_attention import ragged_decode_attention
 from common.kernels.prefill_attention import prefill_attention
@@ -178,16 +179,16 @@ MODELS = {
 }
 
 
-def tasks_of(model: Model, hf: dict[str, Any]) -> dict[str, generate.Task]:
+def tasks_of(model: Model, shape: dict[str, Any]) -> dict[str, Task]:
     """The tasks of `benchmarks.generate`, with random weights."""
     spec: Any = dict(dtype="bfloat16", quant=model.quant, random=True, model=model.family)
     if model.setting is not None:
-        tasks, _ = generate.their_tasks(spec | dict(shape=hf))
+        tasks, _ = hf.tasks_of(spec | dict(shape=shape))
         return {name: partial(tasks[name], setting=model.setting) for name in ("prefill", "decode")}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
-        file.write_text(json.dumps(hf))
-        return generate.our_tasks(spec | dict(ckpt=str(file)))[0]
+        file.write_text(json.dumps(shape))
+        return folio.tasks_of(spec | dict(ckpt=str(file)))[0]
 
 
 def model_rows(name: str, model: Model, tiny: bool) -> Iterator[Callable[[], Row]]:
@@ -196,8 +197,8 @@ def model_rows(name: str, model: Model, tiny: bool) -> Iterator[Callable[[], Row
     module = importlib.import_module(f"{model.family}.model")
     published = importlib.import_module(f"{model.family}.shapes").SHAPES[model.size]
     embedded = ROOT / model.family / "embedded" / "config.json"
-    hf = json.loads(embedded.read_text()) if tiny else published
-    best, tasks, steps = machine(tiny), tasks_of(model, hf), 4 if tiny else 64
+    shape = json.loads(embedded.read_text()) if tiny else published
+    best, tasks, steps = machine(tiny), tasks_of(model, shape), 4 if tiny else 64
 
     def row(case: str, tokens: int, seconds: float, floor: float) -> Row:
         rates = dict(seconds=seconds, tokens_per_s=tokens / seconds, of_floor=floor / seconds)
@@ -210,7 +211,7 @@ def model_rows(name: str, model: Model, tiny: bool) -> Iterator[Callable[[], Row
 
     def prompt(tokens: int) -> Row:
         reply = [tasks["prefill"](tokens=tokens, seed=i) for i in range(2)][1]
-        plan = Plan(module, module.config_from_hf(hf), model.size, 1, tokens)
+        plan = Plan(module, module.config_from_hf(shape), model.size, 1, tokens)
         floor = products_and_unread(plan, ONE, tokens)[0] / best.rate
         return row(f"prompt of {tokens}", tokens, reply["seconds"], floor)
 
