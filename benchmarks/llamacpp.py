@@ -89,7 +89,9 @@ def published(model: Any) -> Iterator[tuple[str, np.ndarray]]:
             continue
         if name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), np.split(x, 2, axis=1), strict=True):
-                yield name.replace("gate_up", part), half
+                yield f"{name.replace('gate_up', part)}.weight", half
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", x
         elif model.config.model_type == "gpt2" and x.ndim == 2 and ".h." in name:
             yield name, x.T  # published as [in, out]
         elif model.config.model_type == "llama" and module in heads:
@@ -108,6 +110,7 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     lib.llama_backend_init()
     began = time.perf_counter()
     options = lib.llama_model_default_params()
+    options.use_extra_bufts = not spec["quant"]  # its 8-bit products for AMX may crash in a VM
     model = lib.llama_model_load_from_file(spec["gguf"].encode(), options)
     if not model:
         raise ValueError(f"llama.cpp cannot load {spec['gguf']}")
