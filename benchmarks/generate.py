@@ -1,11 +1,11 @@
-"""Speed of one checkpoint on this machine, as fractions of a floor, and beside transformers.
+"""Speed of one checkpoint on this machine, as fractions of a floor, and beside other libraries.
 
     python -m benchmarks.generate --ckpt DIR --dtype float32 bfloat16 --against transformers
 
-Each library lives in a process of its own, and they take turns: while one runs a round the other
-waits, so both see the same machine. Both decode greedily behind a prompt that they have read, and
+Each library lives in a process of its own, and they take turns: while one runs a round the others
+wait, so all see the same machine. All decode greedily behind a prompt that they have read, and
 fetch every token; of two prompts the second is timed, as a process that waited has to get its
-memory back. What is compared is the median of the rounds, with the best of transformers' settings
+memory back. What is compared is the median of the rounds, with the best of a library's settings
 at each point (those four times slower than the best in an uncounted round are left out). Ours is
 the serving loop that the command line runs. The floor under a decode step is the time to read the
 weights and the filled cache, at the bandwidth of a large one-row product in the same run.
@@ -24,188 +24,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+from benchmarks.worker import PROMPT, cores
+from common.load import read_shape
 
-from common.bandwidth import experts_read, read_bandwidth, step_bytes
-from common.environment import configure_jax
-from common.load import load, read_shape
-from common.serve import Request, Session, cache_dtype, capacity_for, serve, start_session
-
-PROMPT = 128  # tokens in the cache when decoding begins
-OURS, THEIRS = "folio", "transformers"
+OURS, THEIRS, LLAMACPP = "folio", "transformers", "llama.cpp"
+MODULES = {OURS: "folio", THEIRS: "hf", LLAMACPP: "llamacpp"}
+NEEDS = {
+    THEIRS: ("torch", "transformers"),
+    LLAMACPP: ("llama_cpp", "gguf", "torch", "transformers"),
+}
+PACKAGES = {"llama_cpp": "llama-cpp-python"}  # where a module has another name
 SETTINGS = ["sdpa dynamic", "sdpa static", "eager dynamic", "eager static"]
 OF_EXPERTS = ["grouped_mm", "batched_mm", "eager"]  # of a mixture, its first two SETTINGS with each
 HOPELESS = 4  # times slower than the best in the uncounted round: not measured at that point
-Task = Callable[..., dict[str, Any]]
-
-
-# The workers. Both have the tasks prefill, decode and memory.
-
-
-def prompt_ids(seed: int, count: int, vocab_size: int) -> list[int]:
-    return np.random.default_rng(seed).integers(vocab_size, size=count).tolist()
-
-
-def peak_memory() -> dict[str, float]:
-    """In bytes. ru_maxrss can begin with the parent's, so the system's own figure comes first."""
-    try:
-        status = Path("/proc/self/status").read_text()
-        return {"bytes": 1024.0 * int(status.split("VmHWM:")[1].split()[0])}
-    except (OSError, IndexError):
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return {"bytes": float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
-
-
-def our_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
-    """The library as its command line sets it up, and what to know about it."""
-    configure_jax({}, compile_cache=True, group=None)
-    module, began = importlib.import_module(f"{spec['model']}.model"), time.perf_counter()
-    options = dict(dtype=spec["dtype"], quant=spec["quant"], random=spec["random"])
-    model = load(module, spec["ckpt"], **options)
-    load_s = time.perf_counter() - began
-    limit, sessions = model.config.max_position_embeddings, dict[tuple[int, int], Session]()
-
-    def session_for(slots: int, tokens: int) -> Session:
-        capacity = capacity_for(tokens, limit)
-        if (slots, capacity) not in sessions:
-            dtype = cache_dtype(model, spec["quant"])
-            sessions[slots, capacity] = start_session(model, slots, capacity, dtype)
-        return sessions[slots, capacity]
-
-    def ids(seed: int, count: int) -> list[int]:
-        return prompt_ids(seed, count, model.config.vocab_size)
-
-    def prefill(tokens: int, seed: int) -> dict[str, Any]:
-        session = session_for(1, tokens + 1)
-        for i in range(2):
-            began = time.perf_counter()
-            for _ in serve(session, [Request(ids(seed + i, tokens), 1)]):
-                pass
-        return {"seconds": time.perf_counter() - began}
-
-    def decode(batch: int, steps: int, seed: int) -> dict[str, Any]:
-        session = session_for(batch, PROMPT + steps + 2)
-        requests = [Request(ids(seed + i, PROMPT), steps + 2) for i in range(batch)]
-        tokens: list[list[int]] = [[] for _ in requests]
-        began = 0.0
-        with contextlib.closing(serve(session, requests)) as events:
-            for event in events:  # in turn: one of each request, after all have their first
-                tokens[event.request].append(event.token)
-                if event.request == batch - 1 and len(tokens[-1]) == 2:
-                    began = time.perf_counter()
-                if event.request == batch - 1 and len(tokens[-1]) == steps + 2:
-                    break
-            seconds = time.perf_counter() - began
-        filled = (PROMPT + 1.5 + steps / 2) / session.capacity
-        share = experts_read(model.config, batch)
-        floor = step_bytes(model.weights, session.state.cache, filled, share)
-        return {"seconds": seconds, "bytes": floor, "tokens": tokens[0]}
-
-    def bandwidth() -> dict[str, float]:
-        return {"bytes_per_s": read_bandwidth()}
-
-    tasks: dict[str, Task] = dict(prefill=prefill, decode=decode, memory=peak_memory)
-    platform = model.mesh.devices.flat[0].platform
-    return tasks | dict(bandwidth=bandwidth), dict(load_s=load_s, platform=platform, context=limit)
-
-
-def their_tasks(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
-    """transformers in eager mode, as its documentation has it."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.set_num_threads(cores())
-    dtype, began = getattr(torch, spec["dtype"]), time.perf_counter()
-    if spec["random"]:
-        config = AutoConfig.for_model(**spec["shape"])
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    else:
-        model = AutoModelForCausalLM.from_pretrained(spec["ckpt"], dtype=dtype).eval()
-    load_s = time.perf_counter() - began
-    c = model.config
-    embedding = model.get_input_embeddings().weight
-    tied = embedding is model.get_output_embeddings().weight
-    weights = sum(p.nbytes for p in model.parameters()) - (0 if tied else embedding.nbytes)
-    stacks = [p for p in model.parameters() if p.ndim == 3]  # of experts
-    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    kv_heads = getattr(c, "num_key_value_heads", c.num_attention_heads)
-    position = 2 * c.num_hidden_layers * kv_heads * head * dtype.itemsize
-    static: dict[tuple[int, int], Any] = {}
-
-    def start(batch: int, tokens: int, setting: str) -> Any:
-        attn, cache, *experts = setting.split()
-        model.set_attn_implementation(attn)
-        if experts:
-            model.set_experts_implementation(experts[0])
-        if cache == "dynamic":
-            return DynamicCache(config=c)
-        key = (batch, tokens)
-        if key not in static:
-            static[key] = StaticCache(config=c, max_cache_len=tokens)
-        static[key].reset()
-        return static[key]
-
-    def rows(batch: int, count: int, seed: int) -> Any:
-        return torch.tensor([prompt_ids(seed + i, count, c.vocab_size) for i in range(batch)])
-
-    def step(ids: Any, cache: Any) -> Any:
-        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return out.logits[:, -1:].argmax(-1)
-
-    @torch.inference_mode()
-    def prefill(tokens: int, seed: int, setting: str) -> dict[str, Any]:
-        for i in range(2):
-            ids, cache = rows(1, tokens, seed + i), start(1, tokens + 1, setting)
-            began = time.perf_counter()
-            step(ids, cache).tolist()
-        return {"seconds": time.perf_counter() - began}
-
-    @torch.inference_mode()
-    def decode(batch: int, steps: int, seed: int, setting: str) -> dict[str, Any]:
-        cache = start(batch, PROMPT + steps + 2, setting)
-        token = step(rows(batch, PROMPT, seed), cache)
-        tokens, began = [token[0].item()], 0.0
-        for _ in range(steps + 1):
-            token = step(token, cache)
-            tokens.append(token.tolist()[0][0])
-            began = began or time.perf_counter()  # after the first step
-        seconds = time.perf_counter() - began
-        share = experts_read(c, batch)
-        spared = sum(p.nbytes * (1 - share(p.shape[0])) for p in stacks)
-        floor = weights - spared + position * batch * (PROMPT + 1.5 + steps / 2)
-        return {"seconds": seconds, "bytes": floor, "tokens": tokens}
-
-    tasks: dict[str, Task] = dict(prefill=prefill, decode=decode, memory=peak_memory)
-    return tasks, {"load_s": load_s, "platform": "cpu", "context": c.max_position_embeddings}
-
-
-def work() -> None:
-    """Reads what to load, then tasks, a JSON line each; answers each with one."""
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints
-    tasks: dict[str, Task] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            if tasks:
-                reply = tasks[request.pop("task")](**request)
-            else:
-                tasks, reply = (our_tasks if request["library"] == OURS else their_tasks)(request)
-        except (ValueError, OSError) as error:
-            reply = {"error": str(error)}
-        out.write(json.dumps(reply) + "\n")
-        out.flush()
-
-
-# The parent.
 
 
 class Worker(NamedTuple):
@@ -239,7 +74,7 @@ def started(spec: dict[str, Any], home: str) -> Iterator[tuple[Worker, dict[str,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
         )
         environment = os.environ | ({"XDG_CACHE_HOME": home} if spec["library"] == OURS else {})
-        argv = [sys.executable, "-m", "benchmarks.generate", "--worker"]
+        argv = [sys.executable, "-m", "benchmarks.worker"]
         process = subprocess.Popen(argv, env=environment, **pipes)
         worker = Worker(process, errors)
         try:
@@ -330,88 +165,107 @@ def same_tokens(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tup
     return same, total
 
 
+def settings_of(library: str, shape: dict[str, Any]) -> list[str]:
+    """Ways to run a library, of which the best counts; one that has no choice has an empty name."""
+    if library != THEIRS:
+        return [""]
+    if "num_experts_per_tok" in shape and not shape["model_type"].startswith("llama4"):
+        return [f"{setting} {experts}" for setting in SETTINGS[:2] for experts in OF_EXPERTS]
+    return SETTINGS
+
+
+def make_gguf(spec: dict[str, Any], home: str) -> str:
+    """In a process of its own, whose memory is not measured."""
+    file, described = Path(home) / "model.gguf", Path(home) / "spec.json"
+    described.write_text(json.dumps(spec))
+    argv = [sys.executable, "-m", "benchmarks.llamacpp", str(described), str(file)]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"no GGUF file could be made: {done.stderr.strip().splitlines()[-1]}")
+    return str(file)
+
+
 def compare(args: argparse.Namespace, spec: dict[str, Any], home: str) -> dict[str, Any]:
     """Everything about one dtype."""
-    specs = [spec | {"library": OURS, "settings": [""]}]
-    if args.against:
-        settings = SETTINGS
-        mixture = "num_experts_per_tok" in spec["shape"]
-        if mixture and not spec["shape"]["model_type"].startswith("llama4"):  # it has one way
-            settings = [
-                f"{setting} {experts}" for setting in SETTINGS[:2] for experts in OF_EXPERTS
-            ]
-        specs.append(spec | {"library": THEIRS, "settings": settings})
+    specs = []
+    for library in (OURS, *args.against):
+        settings = settings_of(library, spec["shape"])
+        module = MODULES[library]
+        specs.append(spec | {"library": library, "module": module, "settings": settings})
+        if library == LLAMACPP:
+            specs[-1]["gguf"] = make_gguf(spec, home)
     start: dict[str, Any] = {}
     for turn in ("cold", "warm"):  # on new directories, so the first finds no compiled program
         for s in specs:
             progress(f"{spec['dtype']} {turn} start: {s['library']}")
-            setting = {"setting": s["settings"][0]} if s["library"] == THEIRS else {}
+            setting = {"setting": s["settings"][0]} if s["settings"][0] else {}
             start[f"{s['library']} {turn}"] = start_up(s, home, args.steps, setting)
     result = measure(args, specs, home)
     points: dict[str, Any] = {}
     for point, by_setting in result["rounds"].items():
         sums = {k: summarise(v, result["bandwidth"], args.steps) for k, v in by_setting.items()}
-        points[point] = {"settings": sums}
-        if args.against:
-            best = max((k for k in sums if k != OURS), key=lambda k: sums[k]["median"])
-            points[point] |= {"best": best, "ratio": sums[OURS]["median"] / sums[best]["median"]}
+        points[point] = {"settings": sums, "others": {}}
+        for library in args.against:
+            settings = [k for k in sums if k.startswith(library)]
+            best = max(settings, key=lambda k: sums[k]["median"])
+            other = {"best": best, "ratio": sums[OURS]["median"] / sums[best]["median"]}
             if "tokens" in by_setting[OURS][0] and not spec["random"]:
-                points[point]["same"] = same_tokens(by_setting[OURS], by_setting[best])
+                other["same"] = same_tokens(by_setting[OURS], by_setting[best])
+            points[point]["others"][library] = other
     return {"dtype": spec["dtype"], "bandwidth": result["bandwidth"], "start": start} | {
         "points": points,
         "rounds": result["rounds"],
     }
 
 
-def table(result: dict[str, Any], against: bool) -> Iterator[str]:
-    """Lines of markdown."""
+START = (
+    ("first token of a new process, s", "first_token_s", "cold", 1.0),
+    ("the same with compiled programs kept, s", "first_token_s", "warm", 1.0),
+    ("load, s", "load_s", "warm", 1.0),
+    ("peak memory, GB", "peak_bytes", "warm", 1e9),
+)
+
+
+def table(result: dict[str, Any], against: Sequence[str]) -> Iterator[str]:
+    """Lines of markdown; × is how many times as fast, or as small, ours is."""
 
     def rate(s: dict[str, Any]) -> str:
         floor = f", {100 * s['of_floor']:.0f} % of floor" if "of_floor" in s else ""
         return f"{s['median']:.1f} ({s['low']:.1f} to {s['high']:.1f}){floor}"
 
     def row(name: str, *cells: str) -> str:
-        return f"| {name} | " + " | ".join(cells[: 4 if against else 1]) + " |"
+        return f"| {' | '.join((name, *cells))} |"
 
     yield f"{result['dtype']}, reads {result['bandwidth'] / 1e9:.1f} GB/s\n"
-    yield row("", f"**{OURS}**", THEIRS, "its best setting", "ratio")
-    yield row("---", "---", "---", "---", "---")
+    yield row("", f"**{OURS}**", *(cell for name in against for cell in (name, "×")))
+    yield row("---", "---", *["---"] * (2 * len(against)))
     for point, p in result["points"].items():
-        name = f"{point}, tokens/s"
-        if not against:
-            yield row(name, rate(p["settings"][OURS]))
-            continue
-        best, ratio = p["best"], f"{p['ratio']:.2f} x"
-        setting = best.removeprefix(THEIRS).strip().replace(" ", ", ")
-        yield row(name, rate(p["settings"][OURS]), rate(p["settings"][best]), setting, ratio)
-    for name, field, turn, unit in (
-        ("first token of a new process, s", "first_token_s", "cold", 1.0),
-        ("the same with compiled programs kept, s", "first_token_s", "warm", 1.0),
-        ("load, s", "load_s", "warm", 1.0),
-        ("peak memory, GB", "peak_bytes", "warm", 1e9),
-    ):
-        costs = [s[field] / unit for key, s in result["start"].items() if key.endswith(turn)]
-        cells = [f"{cost:.2f}" for cost in costs]
-        if against:
-            cells += [SETTINGS[0].replace(" ", ", "), f"{costs[1] / costs[0]:.2f} x"]
-        yield row(name, *cells)
+        cells = [rate(p["settings"][OURS])]
+        for library in against:
+            other = p["others"][library]
+            setting = other["best"].removeprefix(library).strip().replace(" ", ", ")
+            cells.append(rate(p["settings"][other["best"]]) + (f", {setting}" if setting else ""))
+            cells.append(f"{other['ratio']:.2f}")
+        yield row(f"{point}, tokens/s", *cells)
+    for name, field, turn, unit in START:
+        ours, *others = (result["start"][f"{x} {turn}"][field] / unit for x in (OURS, *against))
+        pairs = (cell for other in others for cell in (f"{other:.2f}", f"{other / ours:.2f}"))
+        yield row(name, f"{ours:.2f}", *pairs)
     for point, p in result["points"].items():
-        if "same" in p:
-            yield f"\n{point}: the two agree on {p['same'][0]} of {p['same'][1]} tokens."
+        for library, other in p["others"].items():
+            if "same" in other:
+                same, total = other["same"]
+                yield f"\n{point}: {library} and this agree on {same} of {total} tokens."
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def machine(against: bool) -> dict[str, Any]:
+def machine(against: Sequence[str]) -> dict[str, Any]:
     try:
         info = Path("/proc/cpuinfo").read_text()
         cpu = info.split("model name")[1].split(":")[1].splitlines()[0].strip()
     except (OSError, IndexError):
         cpu = platform.processor() or platform.machine()
-    names = ["jax", "jaxlib"] + ["torch", "transformers"] * against
-    versions = {name: importlib.metadata.version(name) for name in names}
+    others = dict.fromkeys(PACKAGES.get(x, x) for library in against for x in NEEDS[library])
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", *others)}
     return {"cpu": cpu, "cores": cores(), "python": platform.python_version(), **versions}
 
 
@@ -423,11 +277,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument(
         "--random-shape", metavar="SHAPE", help="random weights: a named shape or a config.json"
     )
-    source.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     dtypes = ["float32", "bfloat16"]
     ap.add_argument("--dtype", nargs="+", choices=dtypes, default=["bfloat16"])
     ap.add_argument("--quant", choices=["int8"], help="of our weights and cache")
-    ap.add_argument("--against", choices=[THEIRS], help="what to measure beside it, in turns")
+    against = dict(nargs="+", choices=[THEIRS, LLAMACPP], default=[])
+    ap.add_argument("--against", **against, help="what to measure beside it, in turns")
     ap.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="B")
     ap.add_argument("--steps", type=int, default=64, metavar="N", help="tokens decoded a round")
     ap.add_argument("--prefill", nargs="+", type=int, default=[512], metavar="T")
@@ -445,31 +299,30 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
-    missing = [m for m in ("torch", "transformers") if importlib.util.find_spec(m) is None]
-    if args.against and missing:
-        raise ValueError(
-            f"--against {THEIRS} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
-        )
+    for library in args.against:
+        missing = [m for m in NEEDS[library] if importlib.util.find_spec(m) is None]
+        packages = [PACKAGES.get(m, m) for m in missing]
+        if missing:
+            wanted = f"{' and '.join(packages)}: pip install {' '.join(packages)}"
+            raise ValueError(f"--against {library} needs {wanted}")
     spec: dict[str, Any] = {"ckpt": args.ckpt or args.random_shape, "model": args.model}
     spec |= {"random": args.ckpt is None, "quant": args.quant}
     module = importlib.import_module(f"{args.model}.model")
     spec["shape"] = read_shape(module, spec["ckpt"], random=spec["random"])[0]
-    facts = machine(bool(args.against))
+    facts = machine(args.against)
     print(f"{spec['ckpt']}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
     print(f"decode of {args.steps} tokens behind {PROMPT}; medians of {args.rounds} rounds (range)")
     results = []
     for dtype in args.dtype:
         with tempfile.TemporaryDirectory() as home:
             results.append(compare(args, spec | {"dtype": dtype}, home))
-        print("\n" + "\n".join(table(results[-1], bool(args.against))), flush=True)
+        print("\n" + "\n".join(table(results[-1], args.against)), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
-    if args.worker:
-        return work()
     try:
         run(args)
     except (ValueError, OSError) as error:

@@ -1,10 +1,11 @@
-"""How near the shared kernels come to the speed at which this machine copies memory.
+"""How near the shared kernels come to what this machine can do at best.
 
     python -m benchmarks.kernels [--kernel decode_attention] [--dtype int8] [--batch 1 8]
 
 Runs wherever it is started. Every case is first compared with the reference, at a size that the
-reference can bear, and only timed if it agrees. Its floor is the bytes that must be read over the
-measured copy bandwidth; beside it stand, where the machine has them, the alternatives of JAX and
+reference can bear, and only timed if it agrees. Its floor is the longer of two times: that of
+copying as many bytes as it must read, and that of as many operations in one large product, both
+measured in the same run. Beside it stand, where the machine has them, the alternatives of JAX and
 torch for the same arrays. Cases larger than --gigabytes are left out by name.
 """
 
@@ -25,9 +26,11 @@ import numpy as np
 from jax import lax
 
 from common.kernels.decode_attention import ragged_decode_attention
+from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
 from common.quant import Fp8, Int8, Mxfp4, quantize_rows
 
+KERNELS = ("decode_attention", "prefill_attention", "ragged_dot")
 BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
 BOUND = dict(bf16=0.02, int8=0.03, fp8=0.02, mxfp4=0.02)  # of the largest number of the reference
 
@@ -64,10 +67,18 @@ EXPERTS = {
 }
 
 
+class Machine(NamedTuple):
+    """What it can do at best."""
+
+    bandwidth: float  # bytes per second, read and written
+    rate: float  # floating-point operations per second of a product in bfloat16
+
+
 class Case(NamedTuple):
     name: str
     dtype: str
     bytes: int  # that must be read or written
+    operations: float
     stored: int  # bytes of its arrays
     make: Callable[[], Any]  # arguments of run
     run: Callable[..., Any]
@@ -102,43 +113,74 @@ def _stored(shape: tuple[int, ...], dtype: str, key: Any) -> tuple[Any, Any]:
     return (values if dtype == "int8" else x.astype(FP8)), (scale if dtype == "int8" else None)
 
 
-def attend(heads: Heads, q, k, v, lengths_B, k_scale, v_scale, implementation=None):
-    options = dict(v_dim=heads.v_dim, implementation=implementation)
-    options |= dict(k_scale_BKS=k_scale, v_scale_BKS=v_scale)
-    return ragged_decode_attention(q, k, v, lengths_B, scale=heads.width**-0.5, **options)
+def attend(attention, heads: Heads, q, k, v, lengths_B, k_scale, v_scale, **options):
+    options |= dict(v_dim=heads.v_dim, k_scale_BKS=k_scale, v_scale_BKS=v_scale)
+    return attention(q, k, v, lengths_B, scale=heads.width**-0.5, **options)
 
 
 def jax_attention(implementation: str, q, k, v, lengths_B, k_scale, v_scale):
     k, v = (x.swapaxes(1, 2) for x in (k, v))
     options = dict(key_value_seq_lengths=lengths_B, implementation=implementation)
-    return jax.nn.dot_product_attention(q, k, v, **options)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=q.shape[1] > 1, **options)
+
+
+def row_bytes(heads: Heads, dtype: str) -> int:
+    """Of one position and head of the cache."""
+    arrays, width = (1, heads.row or heads.width) if heads.v_dim else (2, heads.width)
+    return {"bf16": 2 * width, "int8": width + 4, "fp8": width}[dtype] * arrays
+
+
+def other_attention(heads: Heads, dtype: str) -> dict[str, Callable[..., Any]]:
+    if dtype != "bf16" or heads.v_dim:
+        return {}
+    names = ("xla", "cudnn") if jax.default_backend() == "gpu" else ("xla",)
+    return {f"jax.nn {name}": partial(jax_attention, name) for name in names}
+
+
+def apart(run: Callable[..., Any], args: Any) -> float:
+    """How far what the machine chooses is from the reference."""
+    return relative(*(jax.jit(partial(run, implementation=i))(*args) for i in (None, "reference")))
 
 
 def attention_case(name: str, heads: Heads, dtype: str, batch: int, length: int) -> Case:
-    arrays, width = (1, heads.row or heads.width) if heads.v_dim else (2, heads.width)
-    row = {"bf16": 2 * width, "int8": width + 4, "fp8": width}[dtype]
-    cache = batch * heads.kv * length * row * arrays
-    ends = batch * heads.query * (heads.width + (heads.v_dim or heads.width)) * 2
-    others = {}
-    if dtype == "bf16" and not heads.v_dim:
-        names = ("xla", "cudnn") if jax.default_backend() == "gpu" else ("xla",)
-        others = {f"jax.nn {name}": partial(jax_attention, name) for name in names}
-
-    def check() -> float:
-        args = make_attention(heads, dtype, min(batch, 2), min(length, 400), 512)
-        return relative(
-            *(jax.jit(partial(attend, heads, implementation=i))(*args) for i in (None, "reference"))
-        )
-
+    widths = heads.width + (heads.v_dim or heads.width)
+    size = batch * (heads.kv * length * row_bytes(heads, dtype) + heads.query * widths * 2)
+    run = partial(attend, ragged_decode_attention, heads)
+    small = partial(make_attention, heads, dtype, min(batch, 2), min(length, 400), 512)
     return Case(
         f"{name}, batch {batch}, length {length}",
         dtype,
-        cache + ends,
-        cache + ends,
-        partial(make_attention, heads, dtype, batch, length, length),
-        partial(attend, heads),
-        others,
-        check,
+        bytes=size,
+        operations=2.0 * batch * heads.query * length * widths,
+        stored=size,
+        make=partial(make_attention, heads, dtype, batch, length, length),
+        run=run,
+        others=other_attention(heads, dtype),
+        check=lambda: apart(run, small()),
+    )
+
+
+def prefill_case(name: str, heads: Heads, dtype: str, tokens: int) -> Case:
+    """A prompt that attends to itself. Its floor counts the products that the mask leaves."""
+    widths = heads.width + (heads.v_dim or heads.width)
+    size = tokens * (heads.kv * row_bytes(heads, dtype) + heads.query * widths * 2)
+    run = partial(attend, prefill_attention, heads)
+
+    def make(tokens: int = tokens) -> Any:
+        _, *cache = make_attention(heads, dtype, 1, tokens, tokens)
+        q = jax.random.normal(jax.random.key(7), (1, tokens, heads.query, heads.width), BF16)
+        return q, *cache
+
+    return Case(
+        f"{name}, prompt of {tokens}",
+        dtype,
+        bytes=size,
+        operations=heads.query * widths * tokens * (tokens + 1.0),
+        stored=size,
+        make=make,
+        run=run,
+        others=other_attention(heads, dtype),
+        check=lambda: apart(run, make(min(tokens, 192))),
     )
 
 
@@ -178,24 +220,17 @@ def experts_case(name: str, shape: Experts, dtype: str, tokens: int) -> Case:
     number = {"bf16": 2.0, "int8": 1 + 4 / shape.n_in, "fp8": 1.0, "mxfp4": 0.5 + 1 / 32}[dtype]
     matrix = shape.n_out * shape.n_in * number
     rows = tokens * shape.active * (shape.n_out + shape.n_in) * 2
-    others = {"lax.ragged_dot": dense_ragged_dot} if dtype == "bf16" else {}
-
-    def check() -> float:
-        small = shape._replace(number=min(shape.number, 4), active=2)
-        args = make_experts(small, dtype, min(tokens, 64))
-        return relative(
-            *(jax.jit(partial(ragged_dot, implementation=i))(*args) for i in (None, "reference"))
-        )
-
+    small = shape._replace(number=min(shape.number, 4), active=2)
     return Case(
         f"{name}, {tokens} tokens",
         dtype,
-        int(matrix * active(shape, tokens)) + rows,
-        int(matrix * shape.number) + rows,
-        partial(make_experts, shape, dtype, tokens),
-        ragged_dot,
-        others,
-        check,
+        bytes=int(matrix * active(shape, tokens)) + rows,
+        operations=2.0 * tokens * shape.active * shape.n_out * shape.n_in,
+        stored=int(matrix * shape.number) + rows,
+        make=partial(make_experts, shape, dtype, tokens),
+        run=ragged_dot,
+        others={"lax.ragged_dot": dense_ragged_dot} if dtype == "bf16" else {},
+        check=lambda: apart(ragged_dot, make_experts(small, dtype, min(tokens, 64))),
     )
 
 
@@ -206,6 +241,10 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
                 for batch in args.batch:
                     for length in args.length:
                         yield attention_case(name, heads, dtype, batch, length)
+        if args.kernel in (None, "prefill_attention") and dtype != "mxfp4":
+            for name, heads in ATTENTION.items():
+                for tokens in args.prompt:
+                    yield prefill_case(name, heads, dtype, tokens)
         if args.kernel in (None, "ragged_dot"):
             for name, shape in EXPERTS.items():
                 for tokens in args.tokens:
@@ -233,6 +272,16 @@ def copy_bandwidth(gigabytes: float, repeats: int) -> float:
     """Bytes per second, read and written, of a copy that no cache holds."""
     x = jnp.zeros(int(gigabytes * 2**30) // 4, jnp.int32)
     return 2 * x.nbytes / seconds(lambda x: x + 1, (x,), repeats)
+
+
+def product_rate(size: int, repeats: int) -> float:
+    x = jnp.ones((size, size), BF16)
+    return 2 * size**3 / seconds(lambda x: x @ x, (x,), repeats)
+
+
+def measure_machine(gigabytes: float, size: int, repeats: int) -> Machine:
+    """With a copy of that many gigabytes, and a product of matrices of that size."""
+    return Machine(copy_bandwidth(gigabytes, repeats), product_rate(size, repeats))
 
 
 def torch_others(case: Case, args: Any) -> dict[str, float]:
@@ -265,12 +314,13 @@ def torch_others(case: Case, args: Any) -> dict[str, float]:
     q, k, v = args[:3]
     if v is None:
         return {}
-    q, k, v = give(q.swapaxes(1, 2)), give(k), give(v)
-    sdpa = partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    causal, (q, k, v) = q.shape[1] > 1, (give(q.swapaxes(1, 2)), give(k), give(v))
+    options = dict(enable_gqa=True, is_causal=causal)
+    sdpa = partial(torch.nn.functional.scaled_dot_product_attention, **options)
     return {"torch SDPA": clock(lambda: sdpa(q, k, v))}
 
 
-def measure(case: Case, bandwidth: float, repeats: int) -> dict[str, Any]:
+def measure(case: Case, machine: Machine, repeats: int) -> dict[str, Any]:
     """ValueError when the kernel is wrong."""
     error = case.check()
     if not error <= BOUND[case.dtype]:
@@ -284,7 +334,7 @@ def measure(case: Case, bandwidth: float, repeats: int) -> dict[str, Any]:
         dtype=case.dtype,
         error=error,
         seconds=own,
-        of_copy=case.bytes / bandwidth / own,
+        of_floor=max(case.bytes / machine.bandwidth, case.operations / machine.rate) / own,
         others={name: other / own for name, other in others.items()},
     )
 
@@ -292,7 +342,7 @@ def measure(case: Case, bandwidth: float, repeats: int) -> dict[str, Any]:
 def show(r: dict[str, Any]) -> str:
     others = ", ".join(f"{name} {ratio:.2f} x" for name, ratio in r["others"].items())
     time_us = "" if jax.default_backend() == "cpu" else f"{1e6 * r['seconds']:.0f}"
-    cells = (r["case"], r["dtype"], f"{100 * r['of_copy']:.0f} %", time_us, others)
+    cells = (r["case"], r["dtype"], f"{100 * r['of_floor']:.0f} %", time_us, others)
     return f"| {' | '.join(cells)} | {r['error']:.1g} |"
 
 
@@ -300,27 +350,31 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ap = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     ap.formatter_class = argparse.RawDescriptionHelpFormatter
     cpu = jax.default_backend() == "cpu"
-    ap.add_argument("--kernel", choices=["decode_attention", "ragged_dot"], help="default: both")
+    ap.add_argument("--kernel", choices=KERNELS, help="default: all")
     dtypes = ["bf16", "int8", "fp8", "mxfp4"]
     ap.add_argument("--dtype", nargs="+", choices=dtypes, default=dtypes)
     ap.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64], metavar="B")
     ap.add_argument("--length", nargs="+", type=int, default=[512, 8192, 32768], metavar="S")
+    ap.add_argument("--prompt", nargs="+", type=int, default=[512, 8192], metavar="T")
     ap.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 64, 512], metavar="M")
     ap.add_argument("--gigabytes", type=float, default=0.3 if cpu else 16.0, help="of a case")
     ap.add_argument("--repeats", type=int, default=3 if cpu else 50, metavar="R")
     ap.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
     args = ap.parse_args(argv)
-    if min(*args.batch, *args.length, *args.tokens, args.repeats) < 1 or args.gigabytes <= 0:
+    sizes = (*args.batch, *args.length, *args.prompt, *args.tokens, args.repeats)
+    if min(sizes) < 1 or args.gigabytes <= 0:
         ap.error("sizes, --repeats and --gigabytes must be positive")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
-    bandwidth = copy_bandwidth(min(1.0, args.gigabytes), args.repeats)
-    device = jax.devices()[0].device_kind
-    print(f"{device}, jax {jax.__version__}; copies {bandwidth / 1e9:.1f} GB/s\n")
-    print("| case | dtype | of copy bandwidth | us | time of others | error |")
+    size = 1024 if jax.default_backend() == "cpu" else 8192
+    machine = measure_machine(min(1.0, args.gigabytes), size, args.repeats)
+    device, (bandwidth, rate) = jax.devices()[0].device_kind, machine
+    speeds = f"copies {bandwidth / 1e9:.1f} GB/s, multiplies {rate / 1e12:.2f} TFLOP/s"
+    print(f"{device}, jax {jax.__version__}; {speeds}\n")
+    print("| case | dtype | of the floor | us | time of others | error |")
     print("|---|---|---|---|---|---|")
     results, left_out = [], []
     for case in cases(args):
@@ -328,14 +382,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             left_out.append(f"{case.name}, {case.dtype} ({case.stored / 2**30:.1f} GiB)")
             continue
         try:
-            results.append(measure(case, bandwidth, args.repeats))
+            results.append(measure(case, machine, args.repeats))
         except ValueError as error:
             sys.exit(f"error: {error}")
         print(show(results[-1]), flush=True)
     if left_out:
         print(f"\nLarger than --gigabytes {args.gigabytes:g}, left out: {'; '.join(left_out)}")
     if args.json:
-        facts = dict(device=device, jax=jax.__version__, copy_bytes_per_s=bandwidth)
+        facts = dict(device=device, jax=jax.__version__, **machine._asdict())
         args.json.write_text(json.dumps(facts | dict(results=results), indent=1) + "\n")
 
 

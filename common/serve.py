@@ -109,11 +109,14 @@ def start_session(
     implementation: Impl = None,
 ) -> Session:
     """Allocates `slots` slots of `capacity` positions on the model's mesh, with a cache of `dtype`
-    (see `cache_dtype`)."""
+    (see `cache_dtype`). On CPU the kernels of other platforms are not even imported, unless asked
+    for: that takes half a second."""
     module, mesh, rows = model.module, model.mesh, model.mesh.shape[DATA]
     if slots < 1 or slots % rows:
         raise ValueError(f"{slots} slots cannot be split evenly over data={rows}")
     dtype = cache_dtype(model) if dtype is None else jnp.dtype(dtype)
+    if implementation is None and model.on_cpu:
+        implementation = "blocked"
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), module.STATE_SPEC)
     shape = dict(capacity=capacity, dtype=dtype, shards=model_shards(mesh))
     make = partial(module.init_state, model.config, **shape)

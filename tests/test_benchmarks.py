@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from engine import ENVIRONMENT
 
+from benchmarks import gpu
 from common.bandwidth import experts_read, step_bytes
 
 
@@ -67,10 +68,13 @@ def test_perplexity_of_the_embedded_model_grows_a_little_as_precision_falls(tmp_
 
 @pytest.mark.full
 def test_kernels_are_compared_and_measured_and_what_is_too_large_is_named():
-    sizes = ["--dtype", "int8", "--batch", 1, "--length", 128, "--tokens", 1, "--repeats", 1]
+    sizes = ["--batch", 1, "--length", 128, "--prompt", 64, "--tokens", 1, "--repeats", 1]
+    sizes += ["--dtype", "int8"]
     done = run("kernels", *sizes, "--gigabytes", 0.25)
     assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^\| (.*), (?:batch 1, length 128|1 tokens) \| int8 \|", done.stdout, re.M)
+    rows = re.findall(
+        r"^\| (.*), (?:batch 1, length 128|prompt of 64|1 tokens) \| int8 \|", done.stdout, re.M
+    )
     assert {"llama3.1-8b", "deepseek-r1", "qwen3-30b-a3b down"} <= set(rows)
     assert re.search(r"left out: .*deepseek-r1 gate, 1 tokens, int8 \(3.5 GiB\)", done.stdout)
 
@@ -102,3 +106,72 @@ def test_loading_is_measured_beside_reading_the_files():
     speed, memory = done.stdout.splitlines()
     assert re.fullmatch(r"0\.00 GB in [\d.]+ s: \d+% of reading the file at [\d.]+ GB/s", speed)
     assert re.fullmatch(r"memory beyond 0\.00 GB of arrays: -?\d+ MiB", memory)
+
+
+@pytest.mark.full
+def test_what_runs_on_a_gpu_runs_here_with_tiny_shapes_errors_first(tmp_path):
+    done = run("gpu", "--tiny", "--json", tmp_path / "gpu.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    parts = [row["part"] for row in rows]
+    assert parts == sorted(parts, key=["errors", "times", "models"].index)
+    absent = {name for name, model in gpu.MODELS.items() if model.setting}  # no torch here
+    assert {row["group"] for row in rows} == set(gpu.GROUPS) - absent
+    for row in rows:
+        assert row["part"] != "errors" or (row["right"] and row["error"] < 0.01)
+        assert row["part"] != "times" or row.get("of_floor", row.get("bandwidth", 0)) > 0
+        assert row["part"] != "models" or row["tokens_per_s"] > 0
+    table = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert len(table) == len(rows) + 2
+
+
+@pytest.mark.parametrize(
+    "ending, said",
+    [
+        ("sys.exit('out of memory')", "ended with status 1: out of memory"),
+        ("os.kill(os.getpid(), 11)", "ended with status -11: no message"),
+        ("time.sleep(60)", "stopped after 2 s"),
+    ],
+)
+def test_a_process_that_fails_or_hangs_keeps_its_rows_and_is_named(ending, said):
+    program = f"import os, sys, time; print('{{\"case\": 1}}', flush=True); {ending}"
+    rows = list(gpu.rows_of([sys.executable, "-c", program], 2))
+    assert rows == [dict(case=1), dict(failed=said)]
+
+
+LATE = """
+import time
+from benchmarks.gpu import Group, work
+
+def fails():
+    raise RuntimeError("no such\\ninstruction")
+
+def fine():
+    print("a warning, which is no row")
+    return dict(case="fine")
+
+rows = [fails, fine, lambda: time.sleep(1) or {}, dict, dict]
+work(Group("times", lambda tiny: iter(rows), 1.0), tiny=True, seconds=0.5)
+"""
+
+
+def test_a_row_that_fails_is_named_and_those_that_are_late_are_counted():
+    device, *rows = gpu.rows_of([sys.executable, "-c", LATE], 60)
+    late = dict(left_out="2 rows, for want of time")
+    assert device["platform"] == "cpu"
+    assert rows == [dict(failed="no such instruction"), dict(case="fine"), {}, late]
+
+
+def test_a_wrong_kernel_is_said_to_be_wrong():
+    def run(x, implementation):
+        return x * (1.1 if implementation == "reference" else 1.0)
+
+    row = gpu.error_row("a case", "bf16", run, lambda: (jnp.ones(3),))
+    assert not row["right"] and row["error"] == pytest.approx(1 / 11)
+    assert gpu.show("group", row, cpu=True).endswith("| 0.091 WRONG |")
+
+
+def test_without_a_gpu_the_command_says_so(tmp_path):
+    done = run("gpu", "--json", tmp_path / "gpu.json")
+    assert done.returncode == 2
+    assert done.stderr == "error: JAX finds no GPU here but cpu: try --tiny, which needs none\n"

@@ -132,6 +132,23 @@ def test_a_second_run_finds_its_programs_compiled(run):
     assert compiled("--no-compile-cache") > cold / 2
 
 
+IMPORTED = """
+import sys
+from common.cli import main
+from llama3 import model
+
+main(model, ["--max-new-tokens", "2"])
+print("\\n", [name for name in sys.modules if "pallas" in name])
+"""
+
+
+def test_on_cpu_a_run_does_not_wait_for_the_kernels_of_other_platforms():
+    command = [sys.executable, "-c", IMPORTED]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n []\n")
+
+
 @pytest.mark.full
 def test_a_profile_is_written_by_a_user_who_has_set_nothing(tmp_path):
     """libtpu comes with the tests; where there is no TPU it must stay silent, and not crash."""

@@ -15,10 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from common.kernels.attention_blocked import attention_blocked
-from common.kernels.decode_attention_gpu import decode_attention_gpu
-from common.kernels.decode_attention_gpu import unsupported as gpu_refuses
-from common.kernels.decode_attention_tpu import decode_attention_tpu
-from common.kernels.decode_attention_tpu import unsupported as tpu_refuses
 from common.kernels.dispatch import Kernel, choose
 from common.kernels.reference import attention_reference
 from common.kernels.shapes import check_kind, check_shape, check_shapes
@@ -91,11 +87,18 @@ def ragged_decode_attention(
         blocked = partial(lax.platform_dependent, cpu=wide, default=blocked)
     plain = dict(reference=partial(attention_reference, **options), blocked=blocked)
     arrays = q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS
-    on_tpu, on_gpu = (partial(f, **options) for f in (decode_attention_tpu, decode_attention_gpu))
-    kernels = dict(
-        tpu=Kernel("tpu", on_tpu, tpu_refuses(*arrays, v_dim)),
-        gpu=Kernel("cuda", on_gpu, gpu_refuses(*arrays, v_dim)),
-    )
+
+    def kernels() -> dict[str, Kernel]:
+        from common.kernels import decode_attention_gpu as gpu
+        from common.kernels import decode_attention_tpu as tpu
+
+        on_tpu = partial(tpu.decode_attention_tpu, **options)
+        on_gpu = partial(gpu.decode_attention_gpu, **options)
+        return dict(
+            tpu=Kernel("tpu", on_tpu, tpu.unsupported(*arrays, v_dim)),
+            gpu=Kernel("cuda", on_gpu, gpu.unsupported(*arrays, v_dim)),
+        )
+
     attend = choose(implementation, plain, kernels)
     o, lse = attend(q_BTNH, k_BKSH, v_BKSH, lengths_B, starts_BT, k_scale_BKS, v_scale_BKS, sinks_N)
     return (o, lse) if return_lse else o

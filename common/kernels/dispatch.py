@@ -24,23 +24,25 @@ class Kernel(NamedTuple):
 def choose(
     implementation: Impl,
     plain: Mapping[str, Callable[..., Any]],
-    kernels: Mapping[str, Kernel],
+    kernels: Callable[[], Mapping[str, Kernel]],
 ) -> Callable[..., Any]:
     """The implementation of that name, to be called with the arrays; for None, the platform's
     kernel if it takes them, else "blocked", which is settled when the program is lowered.
 
-    A kernel that is named is interpreted on other platforms. ValueError for one that refuses, and
-    for an unknown name.
+    `kernels` is only called for what is not plain, so that it may import what takes long. A kernel
+    that is named is interpreted on other platforms. ValueError for one that refuses, and for an
+    unknown name.
     """
-    if implementation is None:
-        taken = {k.platform: k.call for k in kernels.values() if k.refusal is None}
-        return partial(lax.platform_dependent, **taken, default=plain["blocked"])
     if implementation in plain:
         return plain[implementation]
-    if implementation not in kernels:
-        names = ", ".join(map(repr, (*plain, *kernels)))
+    known = kernels()
+    if implementation is None:
+        taken = {k.platform: k.call for k in known.values() if k.refusal is None}
+        return partial(lax.platform_dependent, **taken, default=plain["blocked"])
+    if implementation not in known:
+        names = ", ".join(map(repr, (*plain, *known)))
         raise ValueError(f"unknown implementation {implementation!r}: use {names} or None")
-    kernel = kernels[implementation]
+    kernel = known[implementation]
     if kernel.refusal is not None:
         raise ValueError(kernel.refusal)
     native, interpreted = {kernel.platform: kernel.call}, partial(kernel.call, interpret=True)

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from common.kernels.attention_blocked import attention_blocked
 from common.kernels.dispatch import Kernel, choose
-from common.kernels.prefill_attention_tpu import prefill_attention_tpu
 from common.kernels.reference import attention_reference
 from common.kernels.shapes import check_shapes, is_whole
 from common.kernels.visible import first_seen
@@ -78,8 +77,14 @@ def prefill_attention(
         partial(f, **options, return_lse=False) for f in (attention_reference, attention_blocked)
     )
     plain = dict(reference=reference, blocked=blocked, gpu=blocked)
-    on_tpu = partial(prefill_attention_tpu, **options, window=window, chunk=chunk)
-    attend = choose(implementation, plain, dict(tpu=Kernel("tpu", on_tpu, None)))
+
+    def kernels() -> dict[str, Kernel]:
+        from common.kernels.prefill_attention_tpu import prefill_attention_tpu
+
+        on_tpu = partial(prefill_attention_tpu, **options, window=window, chunk=chunk)
+        return dict(tpu=Kernel("tpu", on_tpu, None))
+
+    attend = choose(implementation, plain, kernels)
     arrays = (k_scale_BKS, v_scale_BKS, sinks_N)
     o: Array = attend(q_BTNH, k_BKSH, v_BKSH, lengths_B, starts_BT, *arrays)
     return o

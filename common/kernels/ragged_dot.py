@@ -21,10 +21,6 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
 from common.kernels.dispatch import Kernel, choose
-from common.kernels.ragged_dot_gpu import ragged_dot_gpu
-from common.kernels.ragged_dot_gpu import unsupported as gpu_refuses
-from common.kernels.ragged_dot_tpu import ragged_dot_tpu
-from common.kernels.ragged_dot_tpu import unsupported as tpu_refuses
 from common.kernels.shapes import check_kind
 from common.quant import (
     FP8_BLOCK,
@@ -81,11 +77,18 @@ def ragged_dot(
     dtype = out_dtype or x_MI.dtype
     named = dict(reference=_reference, blocked=_blocked)
     plain = {name: partial(f, out_dtype=dtype) for name, f in named.items()}
-    on_tpu, on_gpu = (partial(f, out_dtype=dtype) for f in (ragged_dot_tpu, ragged_dot_gpu))
-    kernels = dict(
-        tpu=Kernel("tpu", on_tpu, tpu_refuses(x_MI, w_EOI)),
-        gpu=Kernel("cuda", on_gpu, gpu_refuses(x_MI, w_EOI)),
-    )
+
+    def kernels() -> dict[str, Kernel]:
+        from common.kernels import ragged_dot_gpu as gpu
+        from common.kernels import ragged_dot_tpu as tpu
+
+        on_tpu = partial(tpu.ragged_dot_tpu, out_dtype=dtype)
+        on_gpu = partial(gpu.ragged_dot_gpu, out_dtype=dtype)
+        return dict(
+            tpu=Kernel("tpu", on_tpu, tpu.unsupported(x_MI, w_EOI)),
+            gpu=Kernel("cuda", on_gpu, gpu.unsupported(x_MI, w_EOI)),
+        )
+
     multiply = choose(implementation, plain, kernels)
     operands = jax.tree.map(jnp.asarray, (x_MI, w_EOI, group_sizes_E, bias_EO))  # of NumPy, too
     y_MO: Array = multiply(*operands)
