@@ -35,9 +35,9 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmarks.tasks import Task
 
 from benchmarks import folio, hf, kernels
+from benchmarks.worker import Task
 from common.dryrun import Plan, products_and_unread
 from common.kernels.decode_attention import ragged_decode_attention
 from common.kernels.prefill_attention import prefill_attention

@@ -33,7 +33,7 @@ def choose(
     that is named is interpreted on other platforms. ValueError for one that refuses, and for an
     unknown name.
     """
-    if implementation in plain:
+    if implementation is not None and implementation in plain:
         return plain[implementation]
     known = kernels()
     if implementation is None:
