@@ -6,12 +6,13 @@
 
 Letters: M rows, E experts, I the columns of x and O those of y; so a matrix is [O, I].
 
-Few rows are bound by reading the matrices of the experts that have some, and no implementation but
-the reference reads those of an expert that has none. XLA's own ragged dot multiplies every row with
-every expert, on each platform that this was compiled for.
+Few rows are bound by reading the matrices of the experts that have some. The kernels read no
+others, and what runs on CPU only where others are few. XLA's own ragged dot multiplies every row
+with every expert, on each platform that this was compiled for.
 """
 
 from functools import partial
+from math import ceil, sqrt
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ from common.sharding import vary_like
 Array = jax.Array
 
 WIDENED_OUT = 256  # rows of a matrix at a time where weights are widened: of these there is a copy
-MAX_GROUP_ROWS = 128  # rows of x at a time, and no more than an expert's share of all
+MAX_GROUP_ROWS = 128  # rows of an expert at a time
 
 
 def ragged_dot(
@@ -60,11 +61,11 @@ def ragged_dot(
       group_sizes_E: int32, rows of each expert; may be 0, and may sum to less than M.
       bias_EO: added to the rows of each expert.
       out_dtype: of the result; that of x unless given.
-      implementation: "reference", which alone has a gradient; "blocked", plain jnp that does the
-        work of the groups alone; "tpu" (all but rows too long for on-chip memory) and "gpu"
-        (Hopper; bf16 rows; weights in bf16, Int8, Fp8 or Mxfp4), which elsewhere are interpreted
-        (for tests); or None to choose: the platform's kernel if it takes these arrays, else
-        "blocked".
+      implementation: "reference", which alone has a gradient; "blocked", plain jnp that does
+        little more than the work of the groups; "tpu" (all but rows too long for on-chip memory)
+        and "gpu" (Hopper; bf16 rows; weights in bf16, Int8, Fp8 or Mxfp4), which elsewhere are
+        interpreted (for tests); or None to choose: the platform's kernel if it takes these
+        arrays, else "blocked".
 
     On TPU, XLA lays out an array whose last dimension is not a multiple of 128 as it likes, and
     copies all of it for the kernel: have such weights placed as `row_major` says.
@@ -221,29 +222,73 @@ def _blocked(
     *,
     out_dtype: Any,
 ) -> Array:
-    """One expert after the other, its matrix in blocks if these must be widened, each times R of
-    its rows at a time.
+    """Rounds, in which every expert takes R of its rows, as long as two thirds of the experts have
+    some; and one expert after the other for the rows that are left.
+
+    A round is one product, which XLA's CPU runtime computes faster than one for each expert, but
+    only of matrices that need not be widened.
+    """
+    (M, dtype), E = (len(x_MI), x_MI.dtype), len(group_sizes_E)
+    as_stored = not is_stored(w_EOI) and jax.tree.leaves(w_EOI)[0].dtype == dtype
+    has_rounds = as_stored and M >= E
+    R = _rows_at_a_time(M / E, dtype)
+    rounds = -(-jnp.sort(group_sizes_E)[E // 3] // R) if has_rounds else 0
+    ends_E, x_MI = jnp.cumsum(group_sizes_E), _movable(jnp.pad(x_MI, ((0, R), (0, 0))))
+    left_E = jnp.maximum(group_sizes_E - rounds * R, 0)
+    y_MO = _expert_by_expert(x_MI, w_EOI, ends_E, left_E, bias_EO, R, dtype, out_dtype)
+
+    def play(r: Array, y_MO: Array) -> Array:
+        first_E = ends_E - group_sizes_E + r * R
+        x_ERI = _moved(x_MI[first_E[:, None] + jnp.arange(R)], dtype)
+        y_ERO = jax.vmap(_multiply)(x_ERI, w_EOI) + (0 if bias_EO is None else bias_EO[:, None])
+        m = jnp.arange(M + R)
+        e = jnp.minimum((m[:, None] >= ends_E).sum(1), E - 1)
+        nth = m - first_E[e]  # of its expert's rows in this round
+        new_MO = _movable(y_ERO.astype(out_dtype))[e, jnp.clip(nth, 0, R - 1)]
+        return jnp.where(((nth >= 0) & (nth < R))[:, None], new_MO, y_MO)
+
+    if has_rounds:
+        y_MO = lax.fori_loop(0, rounds, play, y_MO)
+    return jnp.where(jnp.arange(M)[:, None] < ends_E[-1], _moved(y_MO[:M], out_dtype), 0)
+
+
+def _rows_at_a_time(share: float, dtype: Any) -> int:
+    """R, if experts get `share` rows on average: as many as few experts exceed whose rows are
+    drawn at random. One row of bfloat16 XLA's CPU compiler would multiply in float32."""
+    least = 2 if dtype == jnp.bfloat16 else 1
+    return least if share < 1 else min(ceil(share + 3 * sqrt(share)), MAX_GROUP_ROWS)
+
+
+def _expert_by_expert(
+    x_MI: Array,
+    w_EOI: Matrix,
+    ends_E: Array,
+    left_E: Array,
+    bias_EO: Array | None,
+    R: int,
+    dtype: Any,
+    out_dtype: Any,
+) -> Array:
+    """The products of the last left_E rows of each expert, R rows at a time; the other rows are
+    anything. A matrix is cut in blocks if it must be widened.
 
     The last R of an expert reach into rows of the next ones, which write theirs later.
     """
-    (M, dtype), E, n_out = (len(x_MI), x_MI.dtype), len(group_sizes_E), _rows_of_matrix(w_EOI)
+    E, n_out = len(left_E), _rows_of_matrix(w_EOI)
     as_stored = not is_stored(w_EOI) and jax.tree.leaves(w_EOI)[0].dtype == dtype
-    # One row of bfloat16 XLA's CPU compiler would multiply in float32.
-    R = min(max(M // E, 2 if dtype == jnp.bfloat16 else 1), MAX_GROUP_ROWS)
     n = n_out if as_stored else min(WIDENED_OUT, n_out)
-    ends_E, x_MI = jnp.cumsum(group_sizes_E), _movable(jnp.pad(x_MI, ((0, R), (0, 0))))
 
     def block(e: Array, at: Array | int, n: int, y_MO: Array) -> Array:
         w_oI, scale_o = _part(w_EOI, e, at, n, dtype)
         bias_o = 0 if bias_EO is None else lax.dynamic_slice(bias_EO, (e, at), (1, n))
 
         def rows(i: Array, y_MO: Array) -> Array:
-            m = ends_E[e] - group_sizes_E[e] + i * R
+            m = ends_E[e] - left_E[e] + i * R
             x_RI = _moved(lax.dynamic_slice_in_dim(x_MI, m, R), dtype)
             y_Ro = (_multiply(x_RI, w_oI) * scale_o + bias_o).astype(out_dtype)
             return lax.dynamic_update_slice(y_MO, _movable(y_Ro), (m, at))
 
-        return lax.fori_loop(0, -(-group_sizes_E[e] // R), rows, y_MO)
+        return lax.fori_loop(0, -(-left_E[e] // R), rows, y_MO)
 
     def multiply(e: Array, y_MO: Array) -> Array:
         if n == n_out:
@@ -252,9 +297,8 @@ def _blocked(
         return block(e, n_out - n_out % n, n_out % n, y_MO) if n_out % n else y_MO
 
     def expert(e: Array, y_MO: Array) -> Array:
-        return lax.cond(group_sizes_E[e] > 0, multiply, lambda e, y: y, e, y_MO)
+        return lax.cond(left_E[e] > 0, multiply, lambda e, y: y, e, y_MO)
 
-    y_MO = _movable(jnp.zeros((M + R, n_out), out_dtype))
-    y_MO = vary_like(y_MO, x_MI, *jax.tree.leaves((w_EOI, group_sizes_E, bias_EO)))
-    y_MO = _moved(lax.fori_loop(0, E, expert, y_MO)[:M], out_dtype)
-    return jnp.where(jnp.arange(M)[:, None] < ends_E[-1], y_MO, 0)
+    y_MO = _movable(jnp.zeros((len(x_MI), n_out), out_dtype))
+    y_MO = vary_like(y_MO, x_MI, *jax.tree.leaves((w_EOI, left_E, bias_EO)))
+    return lax.fori_loop(0, E, expert, y_MO)
