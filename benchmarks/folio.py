@@ -3,12 +3,26 @@
 import contextlib
 import importlib
 import time
+from functools import partial
 from typing import Any
 
-from benchmarks.worker import PROMPT, Task, peak_memory, prompt_ids
+import jax
+import jax.numpy as jnp
+
+from benchmarks.worker import (
+    MAX_SLOTS,
+    PROMPT,
+    Task,
+    median_seconds,
+    peak_memory,
+    prompt_ids,
+    rows_of_experts,
+)
 from common.bandwidth import experts_read, read_bandwidth, step_bytes
 from common.environment import configure_jax
+from common.kernels.ragged_dot import ragged_dot
 from common.load import load
+from common.quant import Mxfp4, Transposed, is_stored, linear
 from common.serve import Request, Session, cache_dtype, capacity_for, serve, start_session
 
 
@@ -56,9 +70,47 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
         floor = step_bytes(model.weights, session.state.cache, filled, share)
         return {"seconds": seconds, "bytes": floor, "tokens": tokens[0]}
 
+    def products(rows: int, seed: int) -> dict[str, Any]:
+        head = getattr(model.weights, "head", None)
+        head = model.weights.embed if head is None else head
+        chosen = getattr(model.config, "num_experts_per_tok", 0)
+        program = jax.jit(partial(multiply_all, rows=rows, chosen=chosen))
+        x = jax.random.normal(jax.random.key(seed), (rows * max(chosen, 1), 1), spec["dtype"])
+        weights = model.weights.layers, head
+        return median_seconds(lambda: jax.block_until_ready(program(weights, x)))
+
     def bandwidth() -> dict[str, float]:
         return {"bytes_per_s": read_bandwidth()}
 
     tasks: dict[str, Task] = dict(prefill=prefill, decode=decode, memory=peak_memory)
+    tasks |= dict(products=products, bandwidth=bandwidth)
     platform = model.mesh.devices.flat[0].platform
-    return tasks | dict(bandwidth=bandwidth), dict(load_s=load_s, platform=platform, context=limit)
+    return tasks, dict(load_s=load_s, platform=platform, context=limit)
+
+
+def multiply_all(weights: tuple[Any, Any], x: jax.Array, *, rows: int, chosen: int) -> jax.Array:
+    """The products of a step of `rows` tokens alone: the matrices of all layers, whose names begin
+    with w; and the head, of a prompt for its last token. Of a stack of experts the tokens chose
+    `chosen` each, spread evenly. x [rows * chosen, 1], or [rows, 1], is spread to each width.
+
+    Each takes a number from the one before, as in a model, so that no two run side by side.
+    """
+    layers, head = weights
+    y = jnp.zeros((1, 1), x.dtype)
+
+    def wide(w: Any) -> jax.Array:
+        values = jax.tree.leaves(w)[0]
+        if isinstance(w, Transposed):
+            values = values.swapaxes(-1, -2)
+        width = values.shape[-1] * (2 if isinstance(w, Mxfp4) else 1)
+        return x + jnp.full(width, 0 * y[0, 0], x.dtype)
+
+    for path, w in jax.tree_util.tree_leaves_with_path(layers, is_leaf=is_stored):
+        if getattr(path[-1], "name", "").startswith("w"):
+            values = jax.tree.leaves(w)[0]
+            if values.ndim == 2:
+                y = linear(wide(w)[:rows], w)
+            else:
+                sizes = jnp.array(rows_of_experts(rows, len(values), chosen))
+                y = ragged_dot(wide(w), w, sizes)
+    return linear(wide(head)[: rows if rows <= MAX_SLOTS else 1], head)

@@ -9,6 +9,9 @@ memory back. What is compared is the median of the rounds, with the best of a li
 at each point (those four times slower than the best in an uncounted round are left out). Ours is
 the serving loop that the command line runs. The floor under a decode step is the time to read the
 weights and the filled cache, at the bandwidth of a large one-row product in the same run.
+
+With --products every point is followed by the products of all matrices with as many rows, alone and
+one after the other: what a step could not be faster than with the products that a library has.
 """
 
 import argparse
@@ -28,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.worker import PROMPT, cores
+from benchmarks.worker import MAX_SLOTS, PROMPT, cores
 from common.load import read_shape
 
 OURS, THEIRS, LLAMACPP = "folio", "transformers", "llama.cpp"
@@ -39,7 +42,7 @@ NEEDS = {
 }
 PACKAGES = {"llama_cpp": "llama-cpp-python"}  # where a module has another name
 SETTINGS = ["sdpa dynamic", "sdpa static", "eager dynamic", "eager static"]
-OF_EXPERTS = ["grouped_mm", "batched_mm", "eager"]  # of a mixture, its first two SETTINGS with each
+OF_EXPERTS = ["grouped_mm", "batched_mm", "eager"]  # of a mixture, two of SETTINGS with each
 HOPELESS = 4  # times slower than the best in the uncounted round: not measured at that point
 
 
@@ -111,6 +114,10 @@ def measure(args: argparse.Namespace, specs: list[dict[str, Any]], home: str) ->
         Point(f"decode, batch {b}", dict(task="decode", batch=b, steps=args.steps), b * args.steps)
         for b in args.batch
     ] + [Point(f"prefill {n}", dict(task="prefill", tokens=n), n) for n in args.prefill]
+    if args.products:
+        for rows in (*args.batch, *args.prefill):
+            alone = dict(task="products", rows=rows)
+            points.append(Point(f"products alone, {rows} rows", alone, rows))
     rounds: dict[str, dict[str, list[dict[str, Any]]]] = {p.name: {} for p in points}
     first: dict[tuple[str, str], dict[str, float]] = {}  # seconds by point and library
     bandwidth = []
@@ -127,10 +134,13 @@ def measure(args: argparse.Namespace, specs: list[dict[str, Any]], home: str) ->
             for point in points:
                 for spec, (worker, _) in workers:
                     seconds = first.setdefault((point.name, spec["library"]), {})
-                    for setting in spec["settings"]:
+                    alone = point.task["task"] == "products"
+                    if alone and spec["library"] == LLAMACPP:
+                        continue  # it has no call for them
+                    for setting in spec["settings"][: 1 if alone else None]:
                         if r >= 0 and seconds[setting] > HOPELESS * min(seconds.values()):
                             continue
-                        task = point.task | ({"setting": setting} if setting else {})
+                        task = point.task | ({"setting": setting} if setting and not alone else {})
                         reply = ask(worker, seed=max(r, 0), **task)
                         if r < 0:
                             seconds[setting] = reply["seconds"]
@@ -170,7 +180,9 @@ def settings_of(library: str, shape: dict[str, Any]) -> list[str]:
     if library != THEIRS:
         return [""]
     if "num_experts_per_tok" in shape and not shape["model_type"].startswith("llama4"):
-        return [f"{setting} {experts}" for setting in SETTINGS[:2] for experts in OF_EXPERTS]
+        sinks = shape["model_type"] == "gpt_oss"  # which torch's SDPA has not
+        attention = SETTINGS[2:] if sinks else SETTINGS[:2]
+        return [f"{setting} {experts}" for setting in attention for experts in OF_EXPERTS]
     return SETTINGS
 
 
@@ -207,6 +219,8 @@ def compare(args: argparse.Namespace, spec: dict[str, Any], home: str) -> dict[s
         points[point] = {"settings": sums, "others": {}}
         for library in args.against:
             settings = [k for k in sums if k.startswith(library)]
+            if not settings:
+                continue
             best = max(settings, key=lambda k: sums[k]["median"])
             other = {"best": best, "ratio": sums[OURS]["median"] / sums[best]["median"]}
             if "tokens" in by_setting[OURS][0] and not spec["random"]:
@@ -242,7 +256,10 @@ def table(result: dict[str, Any], against: Sequence[str]) -> Iterator[str]:
     for point, p in result["points"].items():
         cells = [rate(p["settings"][OURS])]
         for library in against:
-            other = p["others"][library]
+            other = p["others"].get(library)
+            if other is None:
+                cells += ["", ""]
+                continue
             setting = other["best"].removeprefix(library).strip().replace(" ", ", ")
             cells.append(rate(p["settings"][other["best"]]) + (f", {setting}" if setting else ""))
             cells.append(f"{other['ratio']:.2f}")
@@ -287,14 +304,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ap.add_argument("--prefill", nargs="+", type=int, default=[512], metavar="T")
     ap.add_argument("--rounds", type=int, default=7, metavar="R")
     ap.add_argument("--model", default="llama3", help="package of the model")
+    ap.add_argument("--products", action="store_true", help="also the products of a step, alone")
     ap.add_argument("--json", type=Path, metavar="FILE", help="every round, and the summary")
     args = ap.parse_args(argv)
     for name in ("batch", "steps", "prefill", "rounds"):
         values = getattr(args, name)
         if min(values if isinstance(values, list) else [values]) < 1:
             ap.error(f"--{name} must be at least 1")
-    if args.batch and max(args.batch) > 8:
-        ap.error("--batch must be at most 8, the slots that the command line takes by itself")
+    if args.batch and max(args.batch) > MAX_SLOTS:
+        ap.error(
+            f"--batch must be at most {MAX_SLOTS}, the slots that the command line takes by itself"
+        )
     return args
 
 

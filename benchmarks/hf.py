@@ -4,13 +4,24 @@ import functools
 import time
 from typing import Any
 
-from benchmarks.worker import PROMPT, Task, cores, peak_memory, prompt_ids
+from benchmarks.worker import (
+    MAX_SLOTS,
+    PROMPT,
+    Task,
+    cores,
+    median_seconds,
+    peak_memory,
+    prompt_ids,
+    rows_of_experts,
+)
 
 
 def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     """transformers in eager mode, as its documentation has it."""
     import torch
+    from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+    from transformers.pytorch_utils import Conv1D
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -81,5 +92,26 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
         floor = weights - unread + position * batch * (PROMPT + 1.5 + steps / 2)
         return {"seconds": seconds, "bytes": floor, "tokens": tokens}
 
+    @torch.inference_mode()
+    def products(rows: int, seed: int) -> dict[str, Any]:
+        head, chosen = model.get_output_embeddings(), getattr(c, "num_experts_per_tok", 0) or 1
+        matrices = [(rows, m.weight, False) for m in model.modules() if isinstance(m, nn.Linear)]
+        matrices += [(rows, m.weight, True) for m in model.modules() if isinstance(m, Conv1D)]
+        matrices = [(1 if w is head.weight and n > MAX_SLOTS else n, w, t) for n, w, t in matrices]
+        for stack in stacks:
+            sizes = rows_of_experts(rows, len(stack), chosen)
+            matrices += [(n, w, False) for n, w in zip(sizes, stack, strict=True) if n]
+        x = {
+            (n, width): torch.randn(n, width, dtype=dtype, device=device)
+            for n, width in {(n, w.shape[0 if t else 1]) for n, w, t in matrices}
+        }
+
+        def multiply() -> None:
+            for n, w, transposed in matrices:
+                x[n, w.shape[0 if transposed else 1]] @ (w if transposed else w.T)
+
+        return median_seconds(multiply)
+
     tasks: dict[str, Task] = dict(prefill=prefill, decode=decode, memory=peak_memory)
+    tasks |= dict(products=products)
     return tasks, {"load_s": load_s, "platform": device, "context": c.max_position_embeddings}

@@ -2,14 +2,16 @@
 at a time.
 
 Each library has a module with `tasks_of`, which loads what a spec describes and returns its tasks
-prefill(tokens, seed), decode(batch, steps, seed) and memory(), and facts about the model. Nothing
-that another library needs is imported here.
+prefill(tokens, seed), decode(batch, steps, seed), memory() and perhaps products(rows, seed), and
+facts about the model. Nothing that another library needs is imported here.
 """
 
 import importlib
 import json
 import os
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 
 PROMPT = 128  # tokens in the cache when decoding begins
+MAX_SLOTS = 8  # that decode at once; more rows are a prompt's
 Task = Callable[..., dict[str, Any]]
 
 
@@ -26,6 +29,21 @@ def cores() -> int:
 
 def prompt_ids(seed: int, count: int, vocab_size: int) -> list[int]:
     return np.random.default_rng(seed).integers(vocab_size, size=count).tolist()
+
+
+def rows_of_experts(rows: int, experts: int, chosen: int) -> list[int]:
+    """How many rows each expert gets of `rows` tokens that chose `chosen` each, spread evenly."""
+    return np.bincount(np.arange(rows * chosen) % experts, minlength=experts).tolist()
+
+
+def median_seconds(run: Callable[[], Any], repeats: int = 5) -> dict[str, float]:
+    run()
+    took = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        took.append(time.perf_counter() - began)
+    return {"seconds": statistics.median(took)}
 
 
 def peak_memory() -> dict[str, float]:

@@ -1,19 +1,25 @@
 """The benchmarks run, on the embedded model, and say what they promise; speed is not tested."""
 
+import importlib
 import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import pytest
 from engine import ENVIRONMENT
 
 from benchmarks import gpu
+from benchmarks.folio import multiply_all
+from benchmarks.worker import rows_of_experts
 from common.bandwidth import experts_read, step_bytes
+from common.load import load
 
 
 class Stack(NamedTuple):
@@ -39,10 +45,11 @@ def run(module, *words):
 
 @pytest.mark.full
 def test_generation_is_measured_at_every_point_and_against_the_floor(tmp_path):
-    sizes = ["--batch", 1, 2, "--steps", 4, "--prefill", 32, "--rounds", 2]
+    sizes = ["--batch", 1, 2, "--steps", 4, "--prefill", 32, "--rounds", 2, "--products"]
     done = run("generate", "--ckpt", "llama3/embedded", *sizes, "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
-    for row in ("decode, batch 1", "decode, batch 2", "prefill 32", "load", "peak memory"):
+    rows = ("decode, batch 1", "decode, batch 2", "prefill 32", "load", "peak memory")
+    for row in (*rows, "products alone, 1 rows", "products alone, 32 rows"):
         assert re.search(rf"\| {row}.*\| [\d.]+", done.stdout), done.stdout
     (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
     for name, point in result["points"].items():
@@ -97,6 +104,22 @@ def test_a_step_reads_the_experts_that_some_token_chose_and_not_the_table_beside
     cache = jnp.ones(10, jnp.int8)
     assert step_bytes(tree, cache, 0.5, share) == pytest.approx(15 * 4 + 64 * 7 / 16 + 24 + 5)
     assert step_bytes(tree._replace(head=None), cache, 0, share) == pytest.approx(60 + 28 + 24)
+
+
+@pytest.mark.parametrize("rows, of_head", [(8, 8), (24, 1)])
+def test_the_products_alone_are_those_of_every_matrix_and_of_a_prompts_last_token(rows, of_head):
+    model = load(importlib.import_module("llama3.model"), "llama3/embedded", dtype="bfloat16")
+    weights = model.weights.layers, model.weights.embed
+    x = jax.ShapeDtypeStruct((rows, 1), "bfloat16")
+    program = jax.jit(partial(multiply_all, rows=rows, chosen=0)).lower(weights, x).compile()
+    matrices = sum(w.size for w in jax.tree.leaves(weights[0]) if w.ndim == 2)
+    products = 2 * (rows * matrices + of_head * model.weights.embed.size)
+    assert products <= program.cost_analysis()["flops"] < 1.1 * products
+
+
+def test_rows_are_spread_evenly_over_the_experts_that_are_chosen():
+    assert rows_of_experts(3, 8, 2) == [1] * 6 + [0] * 2
+    assert rows_of_experts(5, 4, 2) == [3, 3, 2, 2]
 
 
 def test_loading_is_measured_beside_reading_the_files():

@@ -199,7 +199,7 @@ def _part(w_EOI: Matrix, e: Array, at: Array | int, n: int, dtype: Any) -> tuple
     return part.astype(jnp.promote_types(dtype, part.dtype)), 1.0
 
 
-def _multiply(x_MI: Array, w_OI: Array) -> Array:
+def _multiply(x_MI: Array, w_OI: Any) -> Array:
     if x_MI.dtype == w_OI.dtype == jnp.bfloat16:
         return jnp.einsum("mi,oi->mo", x_MI, w_OI, preferred_element_type=jnp.float32)
     return _multiply_in_float32(x_MI, w_OI)
