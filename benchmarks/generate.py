@@ -10,8 +10,8 @@ at each point (those four times slower than the best in an uncounted round are l
 the serving loop that the command line runs. The floor under a decode step is the time to read the
 weights and the filled cache, at the bandwidth of a large one-row product in the same run.
 
-With --products every point is followed by the products of all matrices with as many rows, alone and
-one after the other: what a step could not be faster than with the products that a library has.
+With --products the products of all matrices are measured too, alone and one after the other, with
+as many rows: a step could not be faster with the products that its library has.
 """
 
 import argparse
@@ -137,10 +137,10 @@ def measure(args: argparse.Namespace, specs: list[dict[str, Any]], home: str) ->
                     alone = point.task["task"] == "products"
                     if alone and spec["library"] == LLAMACPP:
                         continue  # it has no call for them
-                    for setting in spec["settings"][: 1 if alone else None]:
+                    for setting in [""] if alone else spec["settings"]:
                         if r >= 0 and seconds[setting] > HOPELESS * min(seconds.values()):
                             continue
-                        task = point.task | ({"setting": setting} if setting and not alone else {})
+                        task = point.task | ({"setting": setting} if setting else {})
                         reply = ask(worker, seed=max(r, 0), **task)
                         if r < 0:
                             seconds[setting] = reply["seconds"]

@@ -421,7 +421,8 @@ def test_the_compiled_blocked_implementation_copies_one_matrix_at_most(form):
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     assert temporaries < activations + matrix < 4 * M * E * n_in
     assert form in (F32, BF16) or temporaries < activations + matrix / 2
-    # A loop counts once: this is one product, of 4 rows, and what widens its block, or a round.
+    # A loop counts once. Matrices of float32 have rounds: 4 rows for each expert in a round, and 4
+    # in the loop. Of the others this is one product, and what widens its block.
     rows = 4 * (E + 1) + 2 if form == F32 else M
     assert compiled.cost_analysis()["flops"] < 2 * rows * n_out * n_in
 

@@ -226,11 +226,10 @@ def _blocked(
     some; and one expert after the other for the rows that are left.
 
     A round is one product, which XLA's CPU runtime computes faster than one for each expert, but
-    only of matrices that need not be widened.
+    only of matrices that need not be widened. Fewer rows than experts have none.
     """
     (M, dtype), E = (len(x_MI), x_MI.dtype), len(group_sizes_E)
-    as_stored = not is_stored(w_EOI) and jax.tree.leaves(w_EOI)[0].dtype == dtype
-    has_rounds = as_stored and M >= E
+    has_rounds = M >= E and not _must_widen(w_EOI, dtype)
     R = _rows_at_a_time(M / E, dtype)
     rounds = -(-jnp.sort(group_sizes_E)[E // 3] // R) if has_rounds else 0
     ends_E, x_MI = jnp.cumsum(group_sizes_E), _movable(jnp.pad(x_MI, ((0, R), (0, 0))))
@@ -250,6 +249,11 @@ def _blocked(
     if has_rounds:
         y_MO = lax.fori_loop(0, rounds, play, y_MO)
     return jnp.where(jnp.arange(M)[:, None] < ends_E[-1], _moved(y_MO[:M], out_dtype), 0)
+
+
+def _must_widen(w_EOI: Any, dtype: Any) -> bool:
+    """Whether rows of `dtype` cannot meet the matrices as they are."""
+    return is_stored(w_EOI) or w_EOI.dtype != dtype
 
 
 def _rows_at_a_time(share: float, dtype: Any) -> int:
@@ -275,8 +279,7 @@ def _expert_by_expert(
     The last R of an expert reach into rows of the next ones, which write theirs later.
     """
     E, n_out = len(left_E), _rows_of_matrix(w_EOI)
-    as_stored = not is_stored(w_EOI) and jax.tree.leaves(w_EOI)[0].dtype == dtype
-    n = n_out if as_stored else min(WIDENED_OUT, n_out)
+    n = min(WIDENED_OUT, n_out) if _must_widen(w_EOI, dtype) else n_out
 
     def block(e: Array, at: Array | int, n: int, y_MO: Array) -> Array:
         w_oI, scale_o = _part(w_EOI, e, at, n, dtype)
