@@ -7,7 +7,8 @@ as published.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ Array = jax.Array
 
 FP8_BLOCK = 128  # rows and columns of a published fp8 matrix that share a scale
 MXFP4_GROUP = 32  # neighbours in a row that share a scale
+MANY_ROWS = 256  # from which on writing out a matrix in float32 pays, if its products are faster
 
 
 class Int8(NamedTuple):
@@ -171,10 +173,30 @@ def linear(x: Array, w: Matrix, out_dtype: DTypeLike | None = None) -> Array:
 
 def product(x: Array, w: Array, contract: int = 1, sum_dtype: DTypeLike = jnp.float32) -> Array:
     """x [rows, in] times a matrix whose axis `contract` is `in`: [rows, out] in `sum_dtype`."""
-    # float32 means float32: without HIGHEST a TPU multiplies in bfloat16 and a GPU in tf32.
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    axes = (((1,), (contract,)), ((), ()))
-    return lax.dot_general(x, w, axes, precision=precision, preferred_element_type=sum_dtype)
+
+    def multiply(x: Array, w: Array) -> Array:
+        # float32 means float32: without HIGHEST a TPU multiplies in bfloat16 and a GPU in tf32.
+        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        axes = (((1,), (contract,)), ((), ()))
+        return lax.dot_general(x, w, axes, precision=precision, preferred_element_type=sum_dtype)
+
+    def widened(x: Array, w: Array) -> Array:
+        return multiply(x.astype(jnp.float32), w.astype(jnp.float32))
+
+    if x.dtype == jnp.bfloat16 and len(x) >= MANY_ROWS and not has_matrix_unit():
+        return lax.platform_dependent(x, w, cpu=widened, default=multiply)
+    return multiply(x, w)
+
+
+@cache
+def has_matrix_unit() -> bool:
+    """Whether this CPU multiplies many rows of bfloat16 faster than of float32. An x86 without AMX
+    does not; of others, and where Linux does not say, it is believed."""
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
+    return "amx_bf16" in info or "avx" not in info
 
 
 def upcast_product(x: Array, values: Array) -> Array:

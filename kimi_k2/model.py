@@ -246,7 +246,8 @@ def rotary(position_BT: Array, config: Config) -> tuple[Array, Array]:
     """cos and sin of each position's angles, float32 [B, T, 1, R / 2]."""
     angle = position_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
     factor = attention_factor(config.rope_scaling)
-    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+    # Else XLA's CPU compiler computes them again in each layer, for each head.
+    return lax.optimization_barrier((jnp.cos(angle) * factor, jnp.sin(angle) * factor))
 
 
 def rotate(x_BTNR: Array, step: Step) -> Array:

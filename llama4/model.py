@@ -199,7 +199,8 @@ def rope_frequencies(config: Config) -> np.ndarray:
 def rotary(position_BT: Array, config: Config) -> tuple[Array, Array]:
     """cos and sin of each position's angles, float32 [B, T, 1, H / 2]."""
     angle = position_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
-    return jnp.cos(angle), jnp.sin(angle)
+    # Else XLA's CPU compiler computes them again in each layer, for each head.
+    return lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
 
 
 def rotate(x_BTNH: Array, step: Step) -> Array:

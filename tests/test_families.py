@@ -5,8 +5,10 @@ A family joins by a line in FAMILIES; its variants are the folders of tests/fixt
 """
 
 import functools
+import re
 from typing import Any, NamedTuple, get_type_hints
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -254,6 +256,22 @@ def test_the_tpu_kernels_give_the_golden_logits(family, variant):
 @SECOND
 def test_generate_updates_its_state_in_place(family, variant, dtype):
     assert_updates_in_place(load(family, variant, "tensor=2", "bfloat16"), dtype, capacity=8200)
+
+
+@SECOND
+def test_a_step_computes_the_angles_of_its_positions_once(family, variant):
+    """And not in each layer, where XLA's CPU compiler would fuse them into the rotations, and that
+    of jax 0.10 does."""
+    engine = load(family, variant)
+    model, config = engine.model, engine.config
+    state = jax.eval_shape(lambda: model.init_state(config, 1, 64, jnp.float32))
+    given = engine.weights, state, jnp.zeros((1, 32), jnp.int32), jnp.array([32])
+    step = model.prefill.lower(*given, config=config, mesh=engine.mesh)
+    rotates = family != "gpt2"
+    cos_and_sin = re.search(r"optimization_barrier %\S+, %\S+ ", step.as_text())
+    assert (cos_and_sin is not None) == rotates
+    if jax.__version_info__ >= (0, 11):
+        assert step.compile().as_text().count(" cosine(") == rotates
 
 
 # ---- placement

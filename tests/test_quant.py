@@ -1,6 +1,7 @@
 """How matrices are stored, and their products, against plain numpy."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from common import quant
 from common.quant import (
     INT8,
+    MANY_ROWS,
     TRANSPOSED,
     Fp8,
     Int8,
@@ -94,6 +96,48 @@ def test_a_dense_product_is_that_of_numpy(lead, dtype, rtol, transposed):
     assert y.dtype == dtype
     want = np.asarray(x).astype(np.float64) @ np.asarray(w).astype(np.float64).T
     assert_close(y / by_row(want), want / by_row(want), atol=rtol)
+
+
+@pytest.mark.parametrize("unit", [True, False], ids=["matrix-unit", "none"])
+@pytest.mark.parametrize(
+    "rows, platform, widened",
+    [(MANY_ROWS, "cpu", True), (MANY_ROWS - 1, "cpu", False), (MANY_ROWS, "tpu", False)],
+)
+def test_many_rows_of_bfloat16_are_widened_on_a_cpu_without_a_unit_for_them(
+    unit, rows, platform, widened, monkeypatch
+):
+    monkeypatch.setattr(quant, "has_matrix_unit", lambda: unit)
+    x, w = operands((rows,), "bfloat16")
+    traced = jax.jit(lambda x, w: linear(x, w)).trace(x, w)
+    (dot,) = re.findall(
+        r"dot_general.*: \(tensor<[\dx]+x(\w+)>",
+        traced.lower(lowering_platforms=(platform,)).as_text(),
+    )
+    assert dot == ("f32" if widened and not unit else "bf16")
+    want = np.asarray(x).astype(np.float64) @ np.asarray(w).astype(np.float64).T
+    y = jax.jit(lambda x, w: linear(x, w))(x, w)
+    assert y.dtype == jnp.bfloat16
+    assert_close(y / by_row(want), want / by_row(want), atol=2**-8)
+
+
+@pytest.mark.parametrize(
+    "info, unit",
+    [
+        ("flags : sse avx avx512_bf16 amx_bf16 amx_tile", True),
+        ("flags : sse avx avx512_bf16", False),
+        ("Features : fp asimd bf16", True),
+        (None, True),
+    ],
+)
+def test_a_cpu_says_whether_it_has_a_matrix_unit(info, unit, monkeypatch):
+    def read_text(path):
+        assert str(path) == "/proc/cpuinfo"
+        if info is None:
+            raise FileNotFoundError(path)
+        return info
+
+    monkeypatch.setattr(quant.Path, "read_text", read_text)
+    assert quant.has_matrix_unit.__wrapped__() == unit
 
 
 @pytest.mark.parametrize("lead", LEADS, ids=str)

@@ -49,7 +49,8 @@ def attention_blocked(
     extra = -T % bt
     q_BTNH = jnp.pad(q_BTNH, ((0, 0), (extra, 0), (0, 0), (0, 0)))
     starts_BT = jnp.pad(starts_BT, ((0, 0), (extra, 0)), mode="edge")
-    q_BKRH = rows_by_head(q_BTNH, K)
+    # Else XLA's CPU compiler rotates the queries in the order of this transposition, one by one.
+    q_BKRH = rows_by_head(lax.optimization_barrier(q_BTNH), K)
     position_BR = jnp.repeat(lengths_B[:, None] - extra - T + jnp.arange(extra + T), G, axis=1)
     starts_BR = jnp.repeat(starts_BT, G, axis=1)
     first_n, end_n = _blocks_to_read(lengths_B, starts_BT, S, bs, bt)
