@@ -23,7 +23,9 @@ Array = jax.Array
 
 FP8_BLOCK = 128  # rows and columns of a published fp8 matrix that share a scale
 MXFP4_GROUP = 32  # neighbours in a row that share a scale
-MANY_ROWS = 256  # from which on writing out a matrix in float32 pays, if its products are faster
+# Rows for which writing out a matrix in float32 pays, if its products are faster. Of more, x itself
+# would take much memory in float32.
+WIDENED_ROWS = range(256, 1025)
 
 
 class Int8(NamedTuple):
@@ -183,7 +185,7 @@ def product(x: Array, w: Array, contract: int = 1, sum_dtype: DTypeLike = jnp.fl
     def widened(x: Array, w: Array) -> Array:
         return multiply(x.astype(jnp.float32), w.astype(jnp.float32))
 
-    if x.dtype == jnp.bfloat16 and len(x) >= MANY_ROWS and not has_matrix_unit():
+    if x.dtype == jnp.bfloat16 and len(x) in WIDENED_ROWS and not has_matrix_unit():
         return lax.platform_dependent(x, w, cpu=widened, default=multiply)
     return multiply(x, w)
 

@@ -15,7 +15,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from common.kernels import attention_blocked as module
-from common.kernels import prefill_attention as prefill_module
 from common.kernels.attention_blocked import attention_blocked
 from common.kernels.decode_attention import ragged_decode_attention
 from common.kernels.prefill_attention import prefill_attention
@@ -384,19 +383,6 @@ def test_splash_touches_no_block_that_every_window_or_chunk_leaves_out(starts, u
     v_BKSH = jnp.where(before_BS[:, None, :, None], jnp.nan, inputs.arrays["v_BKSH"])
     inputs = inputs._replace(arrays=inputs.arrays | dict(v_BKSH=v_BKSH))
     assert_close(prefill(inputs, "tpu", starts), inputs.o, atol=F32_ATOL)
-
-
-@pytest.mark.parametrize("unit", [True, False], ids=["matrix-unit", "none"])
-def test_prompts_of_bfloat16_are_widened_on_a_cpu_without_a_unit_for_them(unit, monkeypatch):
-    monkeypatch.setattr(prefill_module, "has_matrix_unit", lambda: unit)
-    case = Case(40, 2, 3, 33, dtype=BF16, cache=BF16)
-    inputs = make(case, (33, 150, 77))
-    program = jax.jit(lambda arrays: prefill_attention(**arrays, scale=inputs.scale))
-    for platform in ("cpu", "cuda"):
-        text = program.trace(inputs.arrays).lower(lowering_platforms=(platform,)).as_text()
-        dots = set(re.findall(r"dot_general.*: \(tensor<[\dx]+x(\w+)>", text))
-        assert dots == {"bf16" if unit or platform == "cuda" else "f32"}
-    assert_close(prefill(inputs, None), inputs.o, **bound(case))
 
 
 # ---- the blocked implementation

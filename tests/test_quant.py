@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from common import quant
 from common.quant import (
     INT8,
-    MANY_ROWS,
     TRANSPOSED,
+    WIDENED_ROWS,
     Fp8,
     Int8,
     Transposed,
@@ -101,7 +101,13 @@ def test_a_dense_product_is_that_of_numpy(lead, dtype, rtol, transposed):
 @pytest.mark.parametrize("unit", [True, False], ids=["matrix-unit", "none"])
 @pytest.mark.parametrize(
     "rows, platform, widened",
-    [(MANY_ROWS, "cpu", True), (MANY_ROWS - 1, "cpu", False), (MANY_ROWS, "tpu", False)],
+    [
+        (WIDENED_ROWS[0], "cpu", True),
+        (WIDENED_ROWS[-1], "cpu", True),
+        (WIDENED_ROWS[0] - 1, "cpu", False),
+        (WIDENED_ROWS[-1] + 1, "cpu", False),
+        (WIDENED_ROWS[0], "tpu", False),
+    ],
 )
 def test_many_rows_of_bfloat16_are_widened_on_a_cpu_without_a_unit_for_them(
     unit, rows, platform, widened, monkeypatch

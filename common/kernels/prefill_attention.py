@@ -14,14 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from common.kernels.attention_blocked import attention_blocked
 from common.kernels.dispatch import Kernel, choose
 from common.kernels.reference import attention_reference
 from common.kernels.shapes import check_shapes, is_whole
 from common.kernels.visible import first_seen
-from common.quant import has_matrix_unit
 
 Array = jax.Array
 
@@ -75,11 +73,9 @@ def prefill_attention(
     T = q_BTNH.shape[1]
     starts_BT = first_seen(lengths_B[:, None] - T + jnp.arange(T), window, chunk)
     options: Any = dict(scale=scale, v_dim=v_dim)
-    reference: Any = partial(attention_reference, **options, return_lse=False)
-    blocked: Any = partial(attention_blocked, **options, return_lse=False)
-    if q_BTNH.dtype == jnp.bfloat16 and not has_matrix_unit():
-        wide = partial(blocked, compute_dtype=jnp.float32)
-        blocked = partial(lax.platform_dependent, cpu=wide, default=blocked)
+    reference, blocked = (
+        partial(f, **options, return_lse=False) for f in (attention_reference, attention_blocked)
+    )
     plain = dict(reference=reference, blocked=blocked, gpu=blocked)
 
     def kernels() -> dict[str, Kernel]:
