@@ -192,8 +192,8 @@ def product(x: Array, w: Array, contract: int = 1, sum_dtype: DTypeLike = jnp.fl
 
 @cache
 def has_matrix_unit() -> bool:
-    """Whether this CPU multiplies many rows of bfloat16 faster than of float32. An x86 without AMX
-    does not; of others, and where Linux does not say, it is believed."""
+    """Whether this CPU is taken to multiply many rows of bfloat16 faster than of float32: each one
+    but an x86 of which Linux says that it has no AMX."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
