@@ -44,9 +44,9 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     def ids(seed: int, count: int) -> list[int]:
         return prompt_ids(seed, count, model.config.vocab_size)
 
-    def prefill(tokens: int, seed: int) -> dict[str, Any]:
+    def prefill(tokens: int, seed: int, prompts: int = 2) -> dict[str, Any]:
         session = session_for(1, tokens + 1)
-        for i in range(2):
+        for i in range(prompts):
             began = time.perf_counter()
             for _ in serve(session, [Request(ids(seed + i, tokens), 1)]):
                 pass

@@ -93,7 +93,7 @@ def start_up(
     """A new process: seconds to its first token, of them loading, and its memory after a round."""
     began = time.perf_counter()
     with started(spec, home) as (worker, facts):
-        ask(worker, task="prefill", tokens=PROMPT, seed=0, **setting)
+        ask(worker, task="prefill", tokens=PROMPT, seed=0, prompts=1, **setting)
         seconds = time.perf_counter() - began
         ask(worker, task="decode", batch=1, steps=steps, seed=0, **setting)
         memory = ask(worker, task="memory")

@@ -70,8 +70,8 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
         return out.logits[:, -1:].argmax(-1)
 
     @torch.inference_mode()
-    def prefill(tokens: int, seed: int, setting: str) -> dict[str, Any]:
-        for i in range(2):
+    def prefill(tokens: int, seed: int, setting: str, prompts: int = 2) -> dict[str, Any]:
+        for i in range(prompts):
             ids, cache = rows(1, tokens, seed + i), start(1, tokens + 1, setting)
             began = time.perf_counter()
             step(ids, cache).tolist()

@@ -152,8 +152,8 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
             (token,) = run(context, part, range(start, start + len(part)), [slot] * len(part))
         return token
 
-    def prefill(tokens: int, seed: int) -> dict[str, Any]:
-        for i in range(2):
+    def prefill(tokens: int, seed: int, prompts: int = 2) -> dict[str, Any]:
+        for i in range(prompts):
             ids, context = prompt_ids(seed + i, tokens, vocab_size), context_for(1, tokens + 1)
             began = time.perf_counter()
             read(context, ids, 0)

@@ -2,8 +2,9 @@
 at a time.
 
 Each library has a module with `tasks_of`, which loads what a spec describes and returns its tasks
-prefill(tokens, seed), decode(batch, steps, seed), memory() and perhaps products(rows, seed), and
-facts about the model. Nothing that another library needs is imported here.
+prefill(tokens, seed, prompts), which times the last of them, decode(batch, steps, seed), memory()
+and perhaps products(rows, seed), and facts about the model. Nothing that another library needs is
+imported here.
 """
 
 import importlib
