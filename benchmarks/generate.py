@@ -100,6 +100,10 @@ def start_up(
     return {"first_token_s": seconds, "load_s": facts["load_s"], "peak_bytes": memory["bytes"]}
 
 
+def medians(replies: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: statistics.median(reply[name] for reply in replies) for name in replies[0]}
+
+
 class Point(NamedTuple):
     """One thing to measure."""
 
@@ -206,12 +210,14 @@ def compare(args: argparse.Namespace, spec: dict[str, Any], home: str) -> dict[s
         specs.append(spec | {"library": library, "module": module, "settings": settings})
         if library == LLAMACPP:
             specs[-1]["gguf"] = make_gguf(spec, home)
-    start: dict[str, Any] = {}
-    for turn in ("cold", "warm"):  # on new directories, so the first finds no compiled program
+    starts: dict[str, list[dict[str, Any]]] = {}
+    for turn in ("cold", *["warm"] * args.rounds):  # the first finds no compiled program
         for s in specs:
             progress(f"{spec['dtype']} {turn} start: {s['library']}")
             setting = {"setting": s["settings"][0]} if s["settings"][0] else {}
-            start[f"{s['library']} {turn}"] = start_up(s, home, args.steps, setting)
+            once = start_up(s, home, args.steps, setting)
+            starts.setdefault(f"{s['library']} {turn}", []).append(once)
+    start = {name: medians(each) for name, each in starts.items()}
     result = measure(args, specs, home)
     points: dict[str, Any] = {}
     for point, by_setting in result["rounds"].items():
