@@ -48,9 +48,10 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
         session = session_for(1, tokens + 1)
         for i in range(prompts):
             began = time.perf_counter()
-            for _ in serve(session, [Request(ids(seed + i, tokens), 1)]):
-                pass
-        return {"seconds": time.perf_counter() - began}
+            with contextlib.closing(serve(session, [Request(ids(seed + i, tokens), 1)])) as events:
+                next(events)
+                seconds = time.perf_counter() - began
+        return {"seconds": seconds}
 
     def decode(batch: int, steps: int, seed: int) -> dict[str, Any]:
         session = session_for(batch, PROMPT + steps + 2)

@@ -3,6 +3,7 @@ programs, and the memory of the devices."""
 
 import atexit
 import contextlib
+import gc
 import importlib.util
 import json
 import math
@@ -69,6 +70,7 @@ def configure_jax(axes: dict[str, int], compile_cache: bool, group: Group | None
         jax.config.update("jax_num_cpu_devices", need if need <= MOST_CPU_DEVICES else 1)
     if compile_cache:
         keep_programs()
+    gc.set_threshold(50_000)  # tracing makes many objects, and next to no garbage to look for
     if group:
         group.start()
     try:

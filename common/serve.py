@@ -218,9 +218,8 @@ def admit(
 def read_prompts(
     session: Session, requests: Sequence[Request], entering: dict[int, tuple[int, int]], reuse: int
 ) -> np.ndarray:
-    """Prefills the prompts that are `entering` and inserts them into their slots: the first token
-    of each data shard's prompt. What the cache holds already is not read again, in multiples of
-    `reuse` tokens."""
+    """Prefills the prompts that are `entering`: the first token of each data shard's prompt. What
+    the cache holds already is not read again, in multiples of `reuse` tokens."""
     model, stats, rows = session.model, session.stats, len(session.held)
     batch = [requests[entering[r][0]] if r in entering else NO_REQUEST for r in range(rows)]
     prompts = [list(request.prompt) for request in batch]
@@ -248,13 +247,19 @@ def read_prompts(
     with timed(stats, "prefill_s"):
         first = fetch(session.prompts.token_B)
     session.held = prompts
+    return first
+
+
+def insert_prompts(session: Session, entering: dict[int, tuple[int, int]]) -> None:
+    """Copies the prompts that were read into the slots that they decode in. Their first tokens are
+    out by then: a new process needs another program for this."""
+    model, rows = session.model, len(session.held)
     per_row = session.slots // rows
     slot_B = [entering[r][1] % per_row if r in entering else -1 for r in range(rows)]
-    with timed(stats, "prefill_s"):
+    with timed(session.stats, "prefill_s"):
         session.state = model.module.insert(
             session.state, session.prompts, np.array(slot_B, np.int32), mesh=model.mesh
         )
-    return first
 
 
 def step(session: Session) -> jax.Array:
@@ -335,6 +340,7 @@ def serve(
                     left = min(requests[i].max_new_tokens, room)
                     running[slot] = Running(i, left, length)
                     yield book(slot, int(tokens[row]))
+                insert_prompts(session, entering)
                 empty_others(session, running)
             produced: list[tuple[int, int]] = []
             with timed(stats, "decode_s"):

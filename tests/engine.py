@@ -28,6 +28,7 @@ FAMILIES = sorted(file.parent.name for file in ROOT.glob("*/model.py"))
 # Of a command line: that of the tests without their eight devices.
 FLAGS = [x for x in os.environ["XLA_FLAGS"].split() if "host_platform_device_count" not in x]
 ENVIRONMENT = {**os.environ, "XLA_FLAGS": " ".join(FLAGS)}
+QUICKLY = "--xla_backend_optimization_level=0"  # with --all, too: of programs that run once
 SLOTS = 8
 CAPACITY = 77  # more than the longest golden prompt and its continuation, and nothing divides it
 BUCKET = 16

@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 import pytest
-from engine import ENVIRONMENT, ROOT
+from engine import ENVIRONMENT, QUICKLY, ROOT
 from test_families import FAMILIES, fixtures, meshes
 
 from common import cluster
@@ -38,7 +38,7 @@ def start():
 
     def call(command, devices=2, stdin="", **environment):
         flags = f"--xla_force_host_platform_device_count={devices} {ENVIRONMENT['XLA_FLAGS']}"
-        flags += " --xla_backend_optimization_level=0"  # with --all, too: programs run once
+        flags += f" {QUICKLY}"
         process = subprocess.Popen(
             [sys.executable, *map(str, command)],
             cwd=ROOT,

@@ -137,6 +137,14 @@ def test_a_repeated_beginning_is_read_once_and_changes_nothing(session, another)
     assert another.stats.cached_tokens == 30 + 32, "the last token is always read, for its logits"
 
 
+def test_the_first_token_does_not_wait_for_the_slot(another, monkeypatch):
+    inserted, insert = [], model.insert
+    monkeypatch.setattr(
+        model, "insert", lambda *args, **kw: inserted.append(1) or insert(*args, **kw)
+    )
+    assert [len(inserted) for _ in serve(another, [Request(PROMPTS[0], 2)])] == [0, 1]
+
+
 def test_a_stop_id_ends_a_request_and_frees_its_slot(session):
     plain, _ = answers(session, [Request(p, 12) for p in PROMPTS])
     stop = plain[1][4]
