@@ -56,7 +56,7 @@ def has_accelerator() -> bool:
 
 
 def configure_jax(axes: dict[str, int], compile_cache: bool, group: Group | None) -> None:
-    """Settings that must come before the first device is touched; ValueError if JAX finds none."""
+    """Settings that come before the first device is touched; ValueError if JAX finds none."""
     if not os.environ.get("JAX_PLATFORMS") and not has_accelerator():
         # A libtpu that finds no TPU complains at length, and crashes the profiler.
         jax.config.update("jax_platforms", "cpu")

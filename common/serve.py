@@ -251,8 +251,8 @@ def read_prompts(
 
 
 def insert_prompts(session: Session, entering: dict[int, tuple[int, int]]) -> None:
-    """Copies the prompts that were read into the slots that they decode in. Their first tokens are
-    out by then: a new process needs another program for this."""
+    """Copies the prompts that were read into the slots that they decode in: after their first
+    tokens are out, which need not wait for it."""
     model, rows = session.model, len(session.held)
     per_row = session.slots // rows
     slot_B = [entering[r][1] % per_row if r in entering else -1 for r in range(rows)]
