@@ -18,12 +18,13 @@ from benchmarks.worker import (
     prompt_ids,
     rows_of_experts,
 )
-from common.bandwidth import experts_read, read_bandwidth, step_bytes
-from common.environment import configure_jax
+from common.command.environment import configure_jax
 from common.kernels.ragged_dot import ragged_dot
-from common.load import load
+from common.machines.bandwidth import experts_read, read_bandwidth, step_bytes
 from common.quant import Mxfp4, Transposed, is_stored, linear
-from common.serve import Request, Session, cache_dtype, capacity_for, serve, start_session
+from common.serving.load import load
+from common.serving.serve import serve
+from common.serving.session import Request, Session, cache_dtype, capacity_for, start_session
 
 
 def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.worker import MAX_SLOTS, PROMPT, cores
-from common.load import read_shape
+from common.loading.shape import read_shape
 
 OURS, THEIRS, LLAMACPP = "folio", "transformers", "llama.cpp"
 MODULES = {OURS: "folio", THEIRS: "hf", LLAMACPP: "llamacpp"}

@@ -38,10 +38,10 @@ import numpy as np
 
 from benchmarks import folio, hf, kernels
 from benchmarks.worker import Task
-from common.dryrun import Plan, products_and_unread
 from common.kernels.decode_attention import ragged_decode_attention
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
+from common.machines.dryrun import Plan, products_and_unread
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent

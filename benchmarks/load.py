@@ -25,18 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from common.checkpoint import (
-    fill,
-    load_weights,
-    rows_by_path,
-    starred,
-    stored_layout,
-    stored_shape,
-)
-from common.load import read_shape
+from common.loading.checkpoint import load_weights, stored_layout
+from common.loading.matching import fill, rows_by_path, starred
+from common.loading.reading import stored_shape
+from common.loading.shape import read_shape
+from common.loading.stored import DTYPES
 from common.quant import INT8
 from common.sharding import make_mesh, parse_mesh
-from common.stored import DTYPES
 from common.weights import by_path
 
 PIECE = 1 << 28

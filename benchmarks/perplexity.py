@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from common.environment import configure_jax
-from common.load import Model, open_model, read_weights
-from common.score import logits
-from common.serve import cache_dtype
+from common.command.environment import configure_jax
+from common.serving.load import Model, open_model, read_weights
+from common.serving.score import logits
+from common.serving.session import cache_dtype
 from common.sharding import model_shards
-from common.tokenizer import encode
+from common.text.tokenizer import encode
 
 
 class Precision(NamedTuple):

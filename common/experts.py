@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from common.sharding import EXPERT, vary_like
+from common.kernels.varying import vary_like
+from common.sharding import EXPERT
 
 
 class Groups(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 DATA, EXPERT, TENSOR = "data", "expert", "tensor"
@@ -129,10 +128,3 @@ def split_fused(num_heads: int, shards: int, parts: int = 3) -> tuple[int, ...]:
         for part in range(parts)
         for h in device
     )
-
-
-def vary_like(x: jax.Array, *others: jax.Array) -> jax.Array:
-    """x, marked as varying over every mesh axis that one of `others` varies over: loop carries must
-    agree on that."""
-    axes = frozenset().union(*(jax.typeof(o).manual_axis_type.varying for o in others))
-    return lax.pcast(x, tuple(axes - jax.typeof(x).manual_axis_type.varying), to="varying")

@@ -1,6 +1,6 @@
 """python -m deepseek_r1.main --help"""
 
-from common.cli import main
+from common.command.cli import main
 
 from . import model, mtp
 

@@ -56,13 +56,13 @@ from common.cache import (
     empty_latent,
     latent_rows,
 )
-from common.checkpoint import Same, Table, fp8_table
 from common.config import SILU, is_fp8, read_config, read_rope
 from common.experts import group_by_expert, num_experts
 from common.kernels.decode_attention import FEW_QUERIES
 from common.kernels.dispatch import KERNEL_FREE, Impl
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
+from common.names import Same, Table, fp8_table
 from common.quant import FP8_BLOCK, Fp8, Matrix, embed_rows, headwise, linear, out_features
 from common.ranges import Above1, AtLeast1, Count, Even, Index, Positive
 from common.sampling import Sampling, sample, sampling_params

@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from common.cache import RowCache, check_insert, copy_rows
-from common.checkpoint import Table, fp8_table
 from common.kernels.dispatch import KERNEL_FREE, Impl
+from common.names import Table, fp8_table
 from common.quant import Matrix, linear
 from common.sampling import Sampling, sample
 from common.sharding import DATA, MODEL, UNSPLIT, P, Shards

@@ -1,6 +1,6 @@
 """python -m gpt2.main --help"""
 
-from common.cli import main
+from common.command.cli import main
 
 from . import model
 

@@ -34,9 +34,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from common.cache import LayerCache, append, attend, check_insert, copy_rows, empty_cache
-from common.checkpoint import Order, Same, Table
 from common.config import head_dim, read_config
 from common.kernels.dispatch import KERNEL_FREE, Impl
+from common.names import Order, Same, Table
 from common.quant import Matrix, Transposed, embed_rows, linear, out_features
 from common.ranges import Count, Positive
 from common.sampling import Sampling, sample, sampling_params

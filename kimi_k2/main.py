@@ -1,6 +1,6 @@
 """python -m kimi_k2.main --help"""
 
-from common.cli import main
+from common.command.cli import main
 
 from . import model
 

@@ -43,11 +43,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from common.cache import LayerCache, append, attend, check_insert, copy_rows, empty_cache
-from common.checkpoint import Axes, Order, Same, Table
 from common.config import SILU, all_heads, head_dim, read_config, read_rope, show, text_config
 from common.experts import group_by_expert, num_experts
 from common.kernels.dispatch import KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
+from common.names import Axes, Order, Same, Table
 from common.quant import Matrix, embed_rows, linear, out_features
 from common.ranges import Above1, AtLeast1, Count, Even, Index, Positive
 from common.sampling import Sampling, sample, sampling_params

@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from common.cache import LayerCache
-from common.checkpoint import load_weights
-from common.files import read_json
+from common.loading.checkpoint import load_weights
+from common.loading.files import read_json
 from common.quant import Storage
 from common.sampling import sampling_params
-from common.score import logits
-from common.serve import fetch
+from common.serving.score import logits
+from common.serving.session import fetch
 from common.sharding import DATA, P, Shards, make_mesh, model_shards, parse_mesh
 
 ROOT = Path(__file__).parent.parent

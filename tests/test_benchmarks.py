@@ -18,8 +18,8 @@ from engine import ENVIRONMENT, QUICKLY
 from benchmarks import gpu
 from benchmarks.folio import multiply_all
 from benchmarks.worker import rows_of_experts
-from common.bandwidth import experts_read, step_bytes
-from common.load import load
+from common.machines.bandwidth import experts_read, step_bytes
+from common.serving.load import load
 
 
 class Stack(NamedTuple):

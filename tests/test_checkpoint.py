@@ -21,14 +21,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from common import checkpoint as ck
-from common.checkpoint import Order, Same
-from common.files import MOST_LINES
-from common.finite import check_finite, limits_of
+from common.loading import checkpoint as ck
+from common.loading import reading
+from common.loading.files import MOST_LINES
+from common.loading.finite import check_finite, limits_of
+from common.loading.matching import Source
+from common.loading.random_weights import random_weights
+from common.loading.stored import StoredTensor, open_tensors
+from common.names import Order, Same
 from common.quant import INT8, TRANSPOSED, Int8, Transposed
-from common.random_weights import random_weights
 from common.sharding import MODEL, P, Shards, make_mesh, model_shards, round_up
-from common.stored import open_tensors
 from common.weights import is_weight, matrix, norm
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -330,7 +332,7 @@ def test_every_part_of_every_layout_is_what_numpy_cuts_from_the_whole(layout, ch
     if layout.order is not None and layout.order.swapped:
         stored = np.ascontiguousarray(stored.swapaxes(-1, -2))
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ck, "READ_BYTES", chunk)
+        patch.setattr(reading, "READ_BYTES", chunk)
         save_file(
             {"before": np.ones(5, np.float32), "x": stored}, Path(directory) / "model.safetensors"
         )
@@ -339,7 +341,7 @@ def test_every_part_of_every_layout_is_what_numpy_cuts_from_the_whole(layout, ch
             steps = [n // g for n, g in zip(layout.padded, layout.grid, strict=True)]
             part = tuple((i * s, (i + 1) * s) for i, s in zip(where, steps, strict=True))
             got = ck.read_shard(
-                ck.Placement(ck.Source((tensor,), layout.order, False), layout.padded, None),
+                ck.Placement(Source((tensor,), layout.order, False), layout.padded, None),
                 part,
                 dtype,
             )
@@ -353,7 +355,7 @@ def test_every_part_of_every_layout_is_what_numpy_cuts_from_the_whole(layout, ch
 )
 def test_a_layout_that_would_lose_or_invent_numbers_is_refused(stored, padded, order):
     with pytest.raises(ValueError, match=f"cannot lay {stored} stored elements out as {padded}"):
-        ck.spans(stored, padded, (0, padded), order)
+        reading.spans(stored, padded, (0, padded), order)
 
 
 # ---- what is read, and when
@@ -362,13 +364,13 @@ def test_a_layout_that_would_lose_or_invent_numbers_is_refused(stored, padded, o
 @pytest.fixture
 def reads(monkeypatch):
     """(offset, bytes) of every read of data."""
-    ranges, read_into = [], ck.read_into
+    ranges, read_into = [], reading.read_into
 
     def record(file, offset, out):
         ranges.append((offset, out.nbytes))
         read_into(file, offset, out)
 
-    monkeypatch.setattr(ck, "read_into", record)
+    monkeypatch.setattr(reading, "read_into", record)
     return ranges
 
 
@@ -413,7 +415,8 @@ import gc, json, sys
 from pathlib import Path
 from types import SimpleNamespace
 import jax
-from common import checkpoint as ck, quant
+from common.loading import checkpoint as ck
+from common import quant
 from common.sharding import P, make_mesh
 from common.weights import matrix
 
@@ -505,13 +508,13 @@ directory, port, process = sys.argv[1:]
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(process))
 sys.path.insert(0, "tests")
 import test_checkpoint as t
-from common import checkpoint as ck
+from common.loading import reading
 
-reads, read_into = [], ck.read_into
+reads, read_into = [], reading.read_into
 def record(file, offset, out):
     reads.append((offset, out.nbytes))
     read_into(file, offset, out)
-ck.read_into = record
+reading.read_into = record
 
 mesh = t.make_mesh(tensor=4)
 weights, want = t.load(directory, mesh), t.expected(t.stored_tensors(), 4)
@@ -641,7 +644,7 @@ def test_the_largest_numbers_of_each_dtype_are_numbers(tmp_path):
 
 @pytest.mark.parametrize("bits", [0x7F, 0xFF])
 def test_nan_in_8_bit_floats_and_in_exponents_of_scales_is_found(bits):
-    tensor = ck.StoredTensor(Path("a"), "x", (5,), "F8_E4M3", 0)
+    tensor = StoredTensor(Path("a"), "x", (5,), "F8_E4M3", 0)
     fp8, scale = np.array([1, 0x7E, 0xFE, 0, bits], np.uint8), np.array([0, 254, 255], np.uint8)
     refused(ValueError, "x holds NaN", check_finite, tensor, fp8, limits_of("w.values", "F8_E4M3"))
     check_finite(tensor, fp8[:-1], limits_of("w.values", "F8_E4M3"))

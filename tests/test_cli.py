@@ -14,9 +14,9 @@ import pytest
 from engine import ENVIRONMENT
 from safetensors.numpy import load_file, save_file
 
-from common import cli
-from common.arguments import parser
-from common.converse import read_prompts
+from common.command import cli
+from common.command.arguments import parser
+from common.command.converse import read_prompts
 from llama3 import model
 
 ROOT = Path(__file__).parent.parent
@@ -134,7 +134,7 @@ def test_a_second_run_finds_its_programs_compiled(run):
 
 IMPORTED = """
 import sys
-from common.cli import main
+from common.command.cli import main
 from llama3 import model
 
 main(model, ["--max-new-tokens", "2"])

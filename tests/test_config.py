@@ -8,7 +8,7 @@ import pytest
 from engine import hf_config, model_of
 from test_families import FAMILIES
 
-from common.load import published_sizes
+from common.loading.shape import published_sizes
 
 VARIANTS = {family: facts.precise[0] for family, facts in FAMILIES.items()}
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)

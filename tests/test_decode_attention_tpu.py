@@ -49,8 +49,8 @@ from common.kernels.decode_attention_tpu import (
     positions_last,
 )
 from common.kernels.prefill_attention import prefill_attention
+from common.machines.chips import devices_of
 from common.sharding import DATA, MODEL, make_mesh
-from common.topology import devices_of
 
 CACHE = ("k_BKSH", "v_BKSH")
 KERNEL = 'custom_call_target="tpu_custom_call"'

@@ -11,11 +11,13 @@ from compare import assert_close
 from engine import FIXTURES, empty_cache, forward, goldens, hf_config, init_state, load
 from golden import prompt_logits, stepwise_logits
 
-from common import checkpoint, speculate
-from common.load import Model
-from common.load import load as load_model
+from common import speculate
+from common.loading import checkpoint
 from common.quant import INT8, Fp8, Int8
-from common.serve import Request, serve, start_session
+from common.serving.load import Model
+from common.serving.load import load as load_model
+from common.serving.serve import serve
+from common.serving.session import Request, start_session
 from common.sharding import DATA, MODEL, P, Shards, make_mesh, parse_mesh
 from common.weights import by_path, specs_like
 from deepseek_r1 import model, mtp

@@ -23,11 +23,12 @@ import jax.numpy as jnp
 import pytest
 from engine import hf_config
 
-from common.dryrun import dry_run, verdict
-from common.hlo import ARRAY, Collective, executed, moved, parse
+from common.command.dryrun import verdict
+from common.machines.chips import CHIPS, devices_of
+from common.machines.dryrun import dry_run
+from common.machines.hlo import ARRAY, Collective, executed, moved, parse
 from common.quant import INT8
 from common.sharding import make_mesh, parse_mesh
-from common.topology import CHIPS, devices_of
 from llama3 import model
 from llama3.shapes import SHAPES
 

@@ -9,7 +9,7 @@ import time
 import pytest
 from engine import ENVIRONMENT, ROOT
 
-from common import converse
+from common.command import converse
 
 COMMAND = f"{sys.executable} -m llama3.main --max-new-tokens 3 --max-len 64"
 ASKED = f"{COMMAND} --prompt x"

@@ -11,9 +11,10 @@ import pytest
 from compare import assert_close
 from safetensors.numpy import save_file
 
-from common.checkpoint import Axes, load_weights
+from common.loading.checkpoint import load_weights
+from common.loading.random_weights import random_weights
+from common.names import Axes
 from common.quant import INT8, Fp8, Int8, Mxfp4
-from common.random_weights import random_weights
 from common.sharding import EXPERT, TENSOR, P, Shards, make_mesh, model_shards, round_up
 from common.weights import array, matrix, stack
 

@@ -5,8 +5,8 @@ import os
 import pytest
 from compare import refused
 
-from common import files
-from common.files import read_json, read_json_if_there
+from common.loading import files
+from common.loading.files import read_json, read_json_if_there
 
 
 def test_json_is_read_as_it_is(tmp_path):

@@ -22,12 +22,12 @@ import pytest
 import safetensors
 from engine import FIXTURES, ROOT, model_of
 
-from common.checkpoint import load_weights
-from common.files import MOST_LINES
-from common.load import open_model, read_weights
+from common.loading.checkpoint import load_weights
+from common.loading.files import MOST_LINES
+from common.loading.stored import INDEX, SINGLE
+from common.serving.load import open_model, read_weights
 from common.sharding import make_mesh
-from common.stored import INDEX, SINGLE
-from common.tokenizer import decode, encode, encode_chat
+from common.text.tokenizer import decode, encode, encode_chat
 
 CASES = 286  # of each family
 LIMIT_S = 5  # no case takes a second, but the machine may be busy

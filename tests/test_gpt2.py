@@ -12,12 +12,12 @@ import pytest
 from engine import FIXTURES, Request, goldens, hf_config, load, serve
 from safetensors.numpy import load_file, save_file
 
-from common import cli
-from common.checkpoint import load_weights
-from common.files import read_json
-from common.load import open_model
+from common.command import cli
+from common.loading.checkpoint import load_weights
+from common.loading.files import read_json
+from common.serving.load import open_model
 from common.sharding import make_mesh
-from common.tokenizer import decode, encode, load_tokenizer
+from common.text.tokenizer import decode, encode, load_tokenizer
 from common.weights import by_path
 from gpt2 import model
 from gpt2.shapes import SHAPES

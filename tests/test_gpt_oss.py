@@ -9,11 +9,11 @@ import pytest
 from compare import assert_close, refused
 from engine import hf_config, load
 
-from common.checkpoint import stored_layout
-from common.dryrun import dry_run
+from common.loading.checkpoint import stored_layout
+from common.machines.chips import devices_of
+from common.machines.dryrun import dry_run
 from common.quant import INT8, Int8, Mxfp4
 from common.sharding import Shards, make_mesh
-from common.topology import devices_of
 from common.weights import by_path, check_divides
 from gpt_oss import model
 from gpt_oss.shapes import SHAPES

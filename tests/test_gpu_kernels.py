@@ -30,8 +30,8 @@ from common.kernels import ragged_dot_gpu as ragged
 from common.kernels.decode_attention_gpu import decode_attention_gpu, kernel_sizes, unsupported
 from common.kernels.hopper import plgpu
 from common.kernels.ragged_dot_gpu import list_tiles, ragged_dot_gpu, rows_of_tile
+from common.machines.chips import devices_of
 from common.quant import Fp8, Int8, Mxfp4, dequantize_fp8, dequantize_mxfp4
-from common.topology import devices_of
 
 SCALES = ("k_scale_BKS", "v_scale_BKS")
 ARRAYS = ("q_BTNH", "k_BKSH", "v_BKSH", *SCALES)

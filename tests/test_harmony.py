@@ -7,11 +7,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from common import converse
-from common.arguments import parser
-from common.harmony import FINAL, Place, follow, speaks_harmony
-from common.serve import Event
-from common.tokenizer import Tokenizer, encode
+from common.command import converse
+from common.command.arguments import parser
+from common.serving.session import Event
+from common.text.harmony import FINAL, Place, follow, speaks_harmony
+from common.text.tokenizer import Tokenizer, encode
 
 SPECIAL = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
 TEMPLATE = (

@@ -4,7 +4,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from common.hlo import Collective, arrays, collectives, cycles, moved, operations, parse, traffic
+from common.machines.hlo import (
+    Collective,
+    arrays,
+    collectives,
+    cycles,
+    moved,
+    operations,
+    parse,
+    traffic,
+)
 
 TOY = """\
 HloModule toy, is_scheduled=true

@@ -15,9 +15,9 @@ import pytest
 from engine import ENVIRONMENT, QUICKLY, ROOT
 from test_families import FAMILIES, fixtures, meshes
 
-from common import cluster
-from common.arguments import read_host_options
-from common.preflight import differences
+from common.command.arguments import read_host_options
+from common.machines import cluster
+from common.machines.preflight import differences
 from common.sharding import parse_mesh
 
 EMBEDDED = ROOT / "llama3" / "embedded"
@@ -103,10 +103,11 @@ def on_all_eight(family):
 ANSWERS = """
 import sys
 sys.path.insert(0, "tests")
-from common.arguments import read_host_options
-from common.hosts import joined
-from common.load import Model
-from common.serve import Request, serve, start_session
+from common.command.arguments import read_host_options
+from common.machines.hosts import joined
+from common.serving.load import Model
+from common.serving.serve import serve
+from common.serving.session import Request, start_session
 from engine import CAPACITY, goldens, load
 from golden import SLOTS, assert_golden, prompt_logits
 

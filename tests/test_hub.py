@@ -9,8 +9,8 @@ from compare import refused
 from huggingface_hub import errors as hub
 from huggingface_hub.utils import filter_repo_objects
 
-from common.hub import locate
-from common.load import read_shape
+from common.loading.hub import locate
+from common.loading.shape import read_shape
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from engine import hf_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.files import read_json
-from common.load import folder
-from common.tiktoken import WORDS, byte_characters, load_tiktoken, read_ranks
-from common.tokenizer import decode, encode, load_tokenizer
+from common.loading.files import read_json
+from common.loading.shape import folder
+from common.text.tiktoken import WORDS, byte_characters, load_tiktoken, read_ranks
+from common.text.tokenizer import decode, encode, load_tokenizer
 from kimi_k2 import model
 
 EMBEDDED = folder(model) / "embedded"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.kernels.hopper import plgpu
-from common.score import logits as every_logit
+from common.serving.score import logits as every_logit
 from llama3 import model
 
 INTERPRETED = pytest.mark.skipif(

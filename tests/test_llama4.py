@@ -11,12 +11,12 @@ from compare import assert_close
 from engine import FIXTURES, empty_cache, forward, goldens, hf_config, load
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from common import files
-from common.checkpoint import load_weights
+from common.loading import files
+from common.loading.checkpoint import load_weights
+from common.loading.stored import open_tensors
 from common.quant import INT8, Int8
 from common.sharding import Shards, make_mesh
-from common.stored import open_tensors
-from common.tokenizer import encode, encode_chat, load_tokenizer, render_chat
+from common.text.tokenizer import encode, encode_chat, load_tokenizer, render_chat
 from common.weights import by_path, check_divides
 from llama4 import model
 from llama4.shapes import SHAPES

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 from engine import hf_config, model_of
 
-from common.dryrun import abstract_state, abstract_weights, device_bytes, dry_run
-from common.mesh_choice import best_axes, best_mesh, load_of, meshes_of
+from common.machines.chips import CHIPS, chip_of
+from common.machines.dryrun import abstract_state, abstract_weights, device_bytes, dry_run
+from common.machines.mesh_choice import best_axes, best_mesh, load_of, meshes_of
 from common.quant import INT8
 from common.sharding import make_mesh
-from common.topology import CHIPS, chip_of
 
 V5E = CHIPS["v5e"]
 
@@ -82,7 +82,7 @@ def test_devices_that_cannot_be_used_are_left_out():
 
 
 def test_one_device_is_asked_nothing(monkeypatch):
-    monkeypatch.setattr("common.mesh_choice.best_axes", None)
+    monkeypatch.setattr("common.machines.mesh_choice.best_axes", None)
     mesh = best_mesh(model_of("llama3"), None, jax.devices()[:1])
     assert mesh.size == 1
 

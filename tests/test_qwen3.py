@@ -7,7 +7,7 @@ import pytest
 from compare import assert_close
 from engine import hf_config, load
 
-from common.mesh_choice import best_mesh
+from common.machines.mesh_choice import best_mesh
 from common.quant import INT8, Fp8, Int8, dequantize_fp8
 from common.sharding import Shards
 from common.weights import check_divides

@@ -14,13 +14,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from common.hlo import CONTROL, VIEWS, arrays, executed, parse
 from common.kernels import ragged_dot as module
 from common.kernels.ragged_dot import ragged_dot, row_major
 from common.kernels.ragged_dot_tpu import Pairs, list_pairs, ragged_dot_tpu
+from common.machines.chips import devices_of
+from common.machines.hlo import CONTROL, VIEWS, arrays, executed, parse
 from common.quant import Fp8, Int8, Mxfp4
 from common.sharding import make_mesh
-from common.topology import devices_of
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 IMPLEMENTATIONS = ("reference", "blocked", "tpu", None)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from engine import ENVIRONMENT
 
-from common.arguments import parser
-from common.mesh_choice import load_of
+from common.command.arguments import parser
+from common.machines.mesh_choice import load_of
 from common.sharding import parse_mesh
 from tools import topologies
 

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import serve as serving
-from common.load import load
-from common.score import logits
-from common.serve import Request, buckets, complete, serve, start_session
+from common.serving import session as sessions
+from common.serving.load import load
+from common.serving.score import logits
+from common.serving.serve import complete, serve
+from common.serving.session import Request, buckets, start_session
 from common.sharding import make_mesh
-from common.tokenizer import decode, encode
+from common.text.tokenizer import decode, encode
 from llama3 import model
 
 PROMPTS = [[0, *range(40, 40 + n)] for n in (3, 17, 1, 40, 9, 33, 5)]
@@ -114,8 +115,8 @@ def test_capacity_and_the_number_of_slots_change_nothing(session):
 def test_chunks_of_a_prompt_change_nothing(session, another, monkeypatch):
     requests = [Request(p, 8, seed=i) for i, p in enumerate(PROMPTS)]
     expected = answers(session, requests)
-    monkeypatch.setattr(serving, "PROMPT_CHUNK", 16)
-    monkeypatch.setattr(serving, "SMALLEST_BUCKET", 4)
+    monkeypatch.setattr(sessions, "PROMPT_CHUNK", 16)
+    monkeypatch.setattr(sessions, "SMALLEST_BUCKET", 4)
     assert buckets(40) == [16, 16, 8]
     read, prefill = set(), model.prefill
 
@@ -186,8 +187,8 @@ def test_of_drafts_an_invalid_token_is_told_from_one_that_is_not_there(draft):
     draft_B, length_B, new_length_B, token_B = (
         jnp.array(x) for x in ([draft, 9, 9, -1], [5, 5, 5, 5], [7, 6, 6, 7], [4, 8, -1, -1])
     )
-    got = serving.drafted_tokens(draft_B, length_B, new_length_B, token_B)
-    nothing = serving.NO_TOKEN
+    got = sessions.drafted_tokens(draft_B, length_B, new_length_B, token_B)
+    nothing = sessions.NO_TOKEN
     want = [[draft, 4], [8, nothing], [-1, nothing], [-1, -1]]
     np.testing.assert_array_equal(got, want)
 
@@ -289,9 +290,9 @@ def test_states_of_another_capacity_or_dtype_are_refused(session, other):
 def test_buckets_hold_the_prompt_and_come_from_a_short_list(count):
     lengths = buckets(count)
     assert sum(lengths[:-1]) < count <= sum(lengths)
-    assert lengths[:-1] == [serving.PROMPT_CHUNK] * (len(lengths) - 1)
+    assert lengths[:-1] == [sessions.PROMPT_CHUNK] * (len(lengths) - 1)
     assert lengths[-1] in {32, 64, 128, 256, 512}
-    assert lengths[-1] < 2 * (count - sum(lengths[:-1])) or lengths[-1] == serving.SMALLEST_BUCKET
+    assert lengths[-1] < 2 * (count - sum(lengths[:-1])) or lengths[-1] == sessions.SMALLEST_BUCKET
 
 
 def test_complete_gives_the_text_of_each_prompt_without_its_stop_token(session):

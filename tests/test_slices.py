@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 from engine import FAMILIES, model_of
 
-from common.dryrun import abstract_state, abstract_weights, device_bytes, dry_run
+from common.machines.chips import devices_of
+from common.machines.dryrun import abstract_state, abstract_weights, device_bytes, dry_run
 from common.quant import INT8
 from common.sharding import make_mesh, parse_mesh
-from common.topology import devices_of
 
 HBM = dict(v5e=16 << 30, v6e=32 << 30)  # bytes of one chip
 SLOTS, CAPACITY, PROMPT, LAYERS = 8, 2048, 512, 2

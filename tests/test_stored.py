@@ -8,8 +8,8 @@ import pytest
 from compare import refused
 from safetensors.numpy import save_file
 
-from common.files import MOST_LINES
-from common.stored import INDEX, SINGLE, open_tensors
+from common.loading.files import MOST_LINES
+from common.loading.stored import INDEX, SINGLE, open_tensors
 
 TENSORS = {f"t{i}": np.full((3, i + 1), i, np.float32) for i in range(7)}
 

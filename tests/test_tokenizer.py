@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-import common.tokenizer as tk
-from common import template
+import common.text.tokenizer as tk
+from common.text import template
 
 FIXTURES = Path(__file__).parent / "fixtures" / "tokenizer"
 CHAT = json.loads((FIXTURES / "chat.json").read_text(encoding="utf-8"))

@@ -9,8 +9,8 @@ import sys
 import pytest
 from compare import assert_close
 
-from common.mesh_choice import best_axes
-from common.topology import CHIPS
+from common.machines.chips import CHIPS
+from common.machines.mesh_choice import best_axes
 from tools import topologies
 
 DATA = topologies.read()

@@ -31,11 +31,11 @@ sys.path.insert(0, str(ROOT))
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from common.dryrun import Plan, compile_step, place, products_and_unread  # noqa: E402
-from common.mesh_choice import USABLE, best_axes, load_of, loads, step_seconds  # noqa: E402
+from common.machines.chips import CHIPS, devices_of  # noqa: E402
+from common.machines.dryrun import Plan, compile_step, place, products_and_unread  # noqa: E402
+from common.machines.mesh_choice import USABLE, best_axes, load_of, loads, step_seconds  # noqa: E402
 from common.quant import INT8  # noqa: E402
 from common.sharding import axes_of, make_mesh  # noqa: E402
-from common.topology import CHIPS, devices_of  # noqa: E402
 
 FAMILIES = ["gpt2", "llama3", "qwen3", "gpt_oss", "llama4", "deepseek_r1", "kimi_k2"]
 DATA = ROOT / "docs" / "topologies.json"

@@ -33,11 +33,14 @@ from jax.sharding import NamedSharding
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from common.checkpoint import Axes, is_swapped, rows_by_path, starred, stored_layout
+from common.loading.checkpoint import stored_layout
+from common.loading.matching import rows_by_path, starred
+from common.loading.reading import is_swapped
+from common.names import Axes
 from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Mxfp4, e2m1
-from common.score import logits
+from common.serving.score import logits
 from common.sharding import make_mesh
-from common.tiktoken import SPECIAL, byte_characters, load_tiktoken, word_rule
+from common.text.tiktoken import SPECIAL, byte_characters, load_tiktoken, word_rule
 from common.weights import Weight, by_path, is_weight
 
 ROOT = Path(__file__).parent.parent

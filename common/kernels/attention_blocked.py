@@ -9,7 +9,7 @@ from jax import lax
 
 from common.kernels.shapes import heads_of_rows, rows_by_head, value_width
 from common.kernels.softmax import NEG_INF, normalized, online_softmax
-from common.sharding import vary_like
+from common.kernels.varying import vary_like
 
 Array = jax.Array
 

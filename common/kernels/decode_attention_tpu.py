@@ -33,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from common.kernels.shapes import heads_of_rows, rows_by_head, value_width
 from common.kernels.softmax import NEG_INF, normalized, online_softmax
-from common.sharding import round_up, vary_like
+from common.kernels.varying import vary_like
 
 Array = jax.Array
 
@@ -93,7 +93,7 @@ def ring_sizes(q: Any, k: Any, v: Any, v_dim: int | None = None) -> RingSizes | 
     one before it), and else all of S.
     """
     (_, T, N, _), (_, K, S, W) = q.shape, k.shape
-    rows, Hv = K * round_up(T * N // K, SUBLANES), value_width(v, v_dim)
+    rows, Hv = K * pl.cdiv(T * N // K, SUBLANES) * SUBLANES, value_width(v, v_dim)
     position = K * sum(x.shape[3] * x.dtype.itemsize for x in (k, v) if x is not None)
     largest = min(MAX_BLOCK, BLOCK_BYTES // position, SCORE_BYTES // (4 * rows))
     block = S if S % LANES else min(S, max(largest // LANES, 1) * LANES)
@@ -297,7 +297,7 @@ def decode_attention_tpu(
 
     def padded_rows(x_BTNH: Array) -> Array:
         x_BKRH = rows_by_head(x_BTNH, K)
-        return jnp.pad(x_BKRH, ((0, 0), (0, 0), (0, round_up(R, SUBLANES) - R), (0, 0)))
+        return jnp.pad(x_BKRH, ((0, 0), (0, 0), (0, -R % SUBLANES), (0, 0)))
 
     q_BTNW = jnp.pad(q_BTNH, ((0, 0), (0, 0), (0, 0), (W - H, 0)))
     sinks_N = jnp.full(N, NEG_INF) if sinks_N is None else sinks_N.astype(jnp.float32)

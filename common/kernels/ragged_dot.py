@@ -23,6 +23,7 @@ from jax.sharding import Sharding
 
 from common.kernels.dispatch import Kernel, choose
 from common.kernels.shapes import check_kind
+from common.kernels.varying import vary_like
 from common.quant import (
     FP8_BLOCK,
     MXFP4_GROUP,
@@ -34,7 +35,6 @@ from common.quant import (
     dequantize_mxfp4,
     is_stored,
 )
-from common.sharding import vary_like
 
 Array = jax.Array
 

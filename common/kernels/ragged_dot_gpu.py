@@ -46,7 +46,6 @@ from common.kernels.hopper import (
     upcast,
 )
 from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Int8, Matrix, Mxfp4, e2m1, e8m0
-from common.sharding import round_up
 
 Array = jax.Array
 
@@ -232,7 +231,7 @@ def ragged_dot_gpu(
     rows, packed = rows_of_tile(M, E), isinstance(w_EOI, Mxfp4)
     tiles = list_tiles(group_sizes_E, M, rows)
     stages, ring, wide = _memory(values, rows, packed)
-    written = round_up(n_out, ROWS) if packed else n_out
+    written = -(-n_out // ROWS) * ROWS if packed else n_out
     blocks = [w_EOI.scale] if isinstance(w_EOI, Fp8 | Mxfp4) else []
     y_by_tile = plgpu.kernel(
         partial(_kernel, stages=stages, interpret=interpret),

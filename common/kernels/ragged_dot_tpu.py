@@ -30,7 +30,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Int8, Matrix, Mxfp4, e2m1, e8m0
-from common.sharding import round_up
 
 Array = jax.Array
 
@@ -78,7 +77,7 @@ def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSi
     (M, n_in), (E, n_out, *_) = x_MI.shape, jax.tree.leaves(w_EOI)[0].shape
 
     def row(dtype: Any, width: int) -> int:
-        return round_up(width, LANES) * jnp.dtype(dtype).itemsize
+        return pl.cdiv(width, LANES) * LANES * jnp.dtype(dtype).itemsize
 
     planes = _planes(w_EOI)
     wide = planes * row(dtype, n_in // planes)
@@ -95,7 +94,7 @@ def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSi
     if n_out <= LANES:
         return TileSizes(rows, n_out)
     columns = min(columns, n_out // LANES * LANES)
-    return TileSizes(rows, round_up(pl.cdiv(n_out, pl.cdiv(n_out, columns)), LANES))
+    return TileSizes(rows, pl.cdiv(pl.cdiv(n_out, pl.cdiv(n_out, columns)), LANES) * LANES)
 
 
 def _planes(w_EOI: Matrix) -> int:

@@ -10,7 +10,7 @@ recipient, and a message without one is final.
 
 from typing import NamedTuple
 
-from common.tokenizer import Tokenizer, decode
+from common.text.tokenizer import Tokenizer, decode
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 FINAL, ANALYSIS = "final", "analysis"

@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
-from common.harmony import ANALYSIS, FINAL, Place, follow, speaks_harmony
-from common.load import Model
-from common.serve import Event, Request, Session, serve
-from common.tokenizer import (
+from common.serving.load import Model
+from common.serving.serve import serve
+from common.serving.session import Event, Request, Session
+from common.text.harmony import ANALYSIS, FINAL, Place, follow, speaks_harmony
+from common.text.tokenizer import (
     Stream,
     Tokenizer,
     encode,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.files import first_line
+from common.loading.files import first_line
 
 FILES = [
     *("config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json"),

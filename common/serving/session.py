@@ -1,15 +1,12 @@
-"""The serving loop: prompts in, tokens out; more prompts than slots queue.
+"""A session: a model with slots to decode in, and what is done with them one step at a time.
 
-A session holds B slots. One prompt per `data` shard is read at a time, in chunks whose lengths come
-from a short list of buckets; its cache is then inserted into a free slot, and all filled slots
-decode together. Step t + 1 is dispatched before step t's tokens are fetched, so that host work
-overlaps device work.
+One prompt per `data` shard is read at a time, in chunks whose lengths come from a short list of
+buckets; its cache is then inserted into a free slot, and all filled slots decode together.
 """
 
 import contextlib
 import time
-from collections import deque
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,10 +19,9 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from common.kernels.dispatch import Impl
-from common.load import Model
-from common.sampling import INVALID, sampling_params
-from common.sharding import DATA, P, model_shards, round_up
-from common.tokenizer import decode, encode
+from common.sampling import sampling_params
+from common.serving.load import Model
+from common.sharding import DATA, P, model_shards
 
 NO_TOKEN = -2  # in place of a second token, where a draft was wrong
 PROMPT_CHUNK = 512  # tokens read at once: bound by arithmetic, and in need of little memory
@@ -184,37 +180,6 @@ def fetch(array: jax.Array) -> np.ndarray:
     return np.asarray(array)
 
 
-class Running(NamedTuple):
-    """The request in a slot."""
-
-    request: int
-    left: int  # tokens that it may still produce
-    length: int  # tokens of prompt and text so far
-
-
-def admit(
-    requests: Sequence[Request],
-    waiting: deque[int],
-    running: dict[int, Running],
-    rows: int,
-    per_row: int,
-) -> dict[int, tuple[int, int]]:
-    """Takes waiting requests in order, one per data shard with a free slot: {shard: (request,
-    slot)}.
-
-    Only prompts that are read in the same buckets go together, so that none is read differently for
-    its company.
-    """
-    entering: dict[int, tuple[int, int]] = {}
-    for row in range(rows):
-        free = [s for s in range(row * per_row, (row + 1) * per_row) if s not in running]
-        together = [request for request, _ in entering.values()] + ([waiting[0]] if waiting else [])
-        lengths = {tuple(buckets(len(requests[i].prompt))) for i in together}
-        if free and waiting and len(lengths) == 1:
-            entering[row] = (waiting.popleft(), free[0])
-    return entering
-
-
 def read_prompts(
     session: Session, requests: Sequence[Request], entering: dict[int, tuple[int, int]], reuse: int
 ) -> np.ndarray:
@@ -291,107 +256,10 @@ def keep(length_B: jax.Array, keep_B: jax.Array, sharding: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(jnp.where(keep_B, length_B, 0), sharding)
 
 
-def empty_others(session: Session, running: dict[int, Running]) -> None:
+def empty_others(session: Session, running: Collection[int]) -> None:
     """Frees every slot that is not running."""
     length_B = session.state.length_B
     keep_B = np.isin(np.arange(length_B.shape[0]), list(running))
     session.state = session.state._replace(
         length_B=keep(length_B, keep_B, sharding=length_B.sharding)
     )
-
-
-def serve(
-    session: Session,
-    requests: Sequence[Request],
-    stop_ids: Collection[int] = (),
-    reuse_multiple: int = PROMPT_CHUNK,
-) -> Generator[Event, None, None]:
-    """Yields the tokens of all requests as they are made; ValueError if one cannot be served.
-
-    A prompt that begins as the one before it on its data shard did keeps that part of the cache,
-    in multiples of `reuse_multiple` tokens. At the default every prompt is read in the same chunks
-    whatever came before, so its text cannot depend on that even by a rounding error; a conversation
-    passes 1.
-    """
-    for i, request in enumerate(requests):
-        check_request(request, session.capacity, f"prompt {i + 1}")
-    rows, stats, began = len(session.held), session.stats, time.perf_counter()
-    waiting, running = deque(range(len(requests))), dict[int, Running]()
-    ahead: tuple[jax.Array, dict[int, int]] | None = None  # tokens not fetched yet, and whose
-
-    def book(slot: int, token: int) -> Event:
-        request, left, length = running.pop(slot)
-        finish = "stop" if token in stop_ids else "length" if left == 1 else None
-        finish = "invalid" if token == INVALID else finish
-        if finish is None:
-            running[slot] = Running(request, left - 1, length + 1)
-        return Event(request, token, finish)
-
-    try:
-        while waiting or running:
-            while waiting and (
-                entering := admit(requests, waiting, running, rows, session.slots // rows)
-            ):
-                tokens = read_prompts(session, requests, entering, reuse_multiple)
-                stats.first_token_s = stats.first_token_s or time.perf_counter() - began
-                for row, (i, slot) in entering.items():
-                    length = len(requests[i].prompt)
-                    room = session.capacity - length + 1  # the last token needs no place in it
-                    left = min(requests[i].max_new_tokens, room)
-                    running[slot] = Running(i, left, length)
-                    yield book(slot, int(tokens[row]))
-                insert_prompts(session, entering)
-                empty_others(session, running)
-            produced: list[tuple[int, int]] = []
-            with timed(stats, "decode_s"):
-                behind, ahead = ahead, None
-                if running:
-                    ahead = step(session), {slot: r.request for slot, r in running.items()}
-                    filled = sum(r.length + 1 for r in running.values())
-                    stats.filled += filled / (session.slots * session.capacity)
-                if behind:
-                    tokens = fetch(behind[0])
-                    produced = [
-                        (slot, int(token))
-                        for slot, i in behind[1].items()
-                        for token in tokens[slot]
-                        if slot in running and running[slot].request == i
-                    ]
-                    if tokens.shape[1] > 1:
-                        stats.drafts += len(produced) // 2
-                        stats.drafts_right += sum(token != NO_TOKEN for _, token in produced[1::2])
-            for slot, token in produced:
-                if token != NO_TOKEN and slot in running:  # not after a stop token
-                    stats.decode_tokens += 1
-                    yield book(slot, token)
-            if any(slot not in running for slot, _ in produced):
-                empty_others(session, running)
-    finally:  # also when the caller stops early
-        empty_others(session, {})
-
-
-def complete(
-    model: Model,
-    prompts: Sequence[str | Sequence[int]],
-    max_new_tokens: int,
-    slots: int = 8,
-    seed: int = 0,
-    **sampling: Any,
-) -> list[str]:
-    """The text behind each prompt, which is raw text, or ids such as `encode_chat` makes. Prompt i
-    is sampled from `seed` + i; `sampling` are further fields of `Request`."""
-    if (tok := model.tokenizer) is None:
-        raise ValueError("this model has no tokenizer: see `serve`, which takes and gives ids")
-    ids = [encode(tok, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    requests = [
-        Request(prompt, max_new_tokens, seed=seed + i, **sampling) for i, prompt in enumerate(ids)
-    ]
-    need = max(map(len, ids), default=0) + max_new_tokens
-    capacity = capacity_for(need, model.config.max_position_embeddings)
-    slots = round_up(max(1, min(slots, len(ids))), model.mesh.shape[DATA])
-    session = start_session(model, slots, capacity)
-    tokens: list[list[int]] = [[] for _ in ids]
-    for event in serve(session, requests, tok.stop_ids):
-        if event.finish not in ("stop", "invalid"):
-            tokens[event.request].append(event.token)
-    return [decode(tok, each) for each in tokens]

@@ -24,9 +24,9 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 
-from common.cluster import Place, find_place
-from common.files import first_line
-from common.preflight import differences, numbered
+from common.loading.files import first_line
+from common.machines.cluster import Place, find_place
+from common.machines.preflight import differences, numbered
 
 GRACE = 1.0  # seconds in which a process may find out itself what another one tells it
 DEATH = 1  # the exit code after one

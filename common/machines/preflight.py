@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from common.hub import FILES, OTHER_LAYOUTS
-from common.load import folder, read_shape
+from common.loading.hub import FILES, OTHER_LAYOUTS
+from common.loading.shape import folder, read_shape
 from common.sharding import axes_of
 
 # Options that may differ: where things are, and which process this is.
@@ -35,7 +35,9 @@ def report(module: ModuleType, args: argparse.Namespace) -> Report:
         except PackageNotFoundError:
             found[package] = "none"
     code = sorted(
-        file for path in (Path(__file__).parent, folder(module)) for file in path.glob("**/*.py")
+        file
+        for path in (Path(__file__).parent.parent, folder(module))
+        for file in path.glob("**/*.py")
     )
     found["the library's code"] = digest(b"".join(file.read_bytes() for file in code))
     for name, value in vars(args).items():

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from common.files import check_regular, first_line, first_lines, is_there, parse_json, read_json
+from common.loading.files import (
+    check_regular,
+    first_line,
+    first_lines,
+    is_there,
+    parse_json,
+    read_json,
+)
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LONGEST_NAME = 255  # characters of a tensor's name, and of a file's

@@ -4,8 +4,6 @@ from llama3 import model
 llama = load(model, "meta-llama/Llama-3.2-1B-Instruct")
 """
 
-import importlib
-import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,15 +13,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from common.checkpoint import Progress, load_weights, rows_together
-from common.files import read_json
-from common.hub import FILES, locate
-from common.mesh_choice import best_mesh
+from common.loading.checkpoint import Progress, load_weights, rows_together
+from common.loading.random_weights import random_weights
+from common.loading.shape import read_shape, stored_dtype
+from common.machines.mesh_choice import best_mesh
 from common.quant import INT8, TRANSPOSED, Storage
-from common.random_weights import random_weights
 from common.sharding import model_shards
-from common.stored import open_tensors
-from common.tokenizer import Tokenizer, load_tokenizer
+from common.text.tokenizer import Tokenizer, load_tokenizer
 from common.weights import check_divides
 
 
@@ -74,7 +70,8 @@ def open_model(
       ckpt: a directory or a hub id; the model that the family's folder ships unless given. With
         `random` also a lone config.json, or the name of a published size.
       revision: branch, tag or commit of a hub repository.
-      mesh: see `make_mesh`; the best one over all devices (see `common.mesh_choice`) unless given.
+      mesh: see `make_mesh`; if not given, `common.machines.mesh_choice` picks one over all
+        devices.
       dtype: float32 or bfloat16; that of the checkpoint unless given.
       quant: "int8" keeps the matrices in 8 bits, quantised as they are read.
       random: random weights in place of stored ones.
@@ -116,50 +113,3 @@ def read_weights(
     options: Any = dict(storage=storage, progress=progress, allow_nonfinite=allow_nonfinite)
     weights = load_weights(model.directory, module, config, mesh, model.dtype, **options)
     return model._replace(weights=weights)
-
-
-def folder(module: ModuleType) -> Path:
-    """The folder of a model file."""
-    return Path(str(module.__file__)).parent
-
-
-def published_sizes(module: ModuleType) -> dict[str, dict[str, Any]]:
-    """The configs of the family's published sizes by name: `SHAPES` of its shapes.py."""
-    return importlib.import_module(f"{module.__package__}.shapes").SHAPES
-
-
-def read_shape(
-    module: ModuleType,
-    ckpt: str | None,
-    revision: str | None = None,
-    random: bool = False,
-    config_only: bool = False,
-) -> tuple[dict[str, Any], Path | None]:
-    """The parsed config.json and the directory that it lies in; None for a config alone. Of a
-    repository of the hub everything is downloaded, unless `config_only`."""
-    if ckpt is None:
-        ckpt = str(folder(module) / "embedded")
-        if not Path(ckpt).is_dir():
-            raise ValueError(f"{module.__package__} ships no model: give a checkpoint (--ckpt)")
-    elif random:
-        sizes = published_sizes(module)
-        if revision is not None and (ckpt in sizes or Path(ckpt).is_file()):
-            raise ValueError(f"{ckpt} is no repository of the hub and has no revision {revision!r}")
-        if ckpt in sizes:
-            return sizes[ckpt], None
-        if Path(ckpt).is_file():
-            return read_json(Path(ckpt)), None
-        if "/" not in ckpt and not Path(ckpt).is_dir():
-            names = ", ".join(sizes)
-            raise ValueError(f"{ckpt!r} is neither a config.json, a directory, nor one of {names}")
-    directory = locate(ckpt, revision, ["config.json"] if config_only else FILES)
-    return read_json(directory / "config.json"), directory
-
-
-def stored_dtype(directory: Path | None, random: bool) -> str:
-    """float32 if the largest tensor is: for a config.json that does not say, as the oldest do."""
-    if directory is None or random:
-        return "bfloat16"
-    tensors = open_tensors(directory).values()
-    largest = max(tensors, key=lambda tensor: math.prod(tensor.shape), default=None)
-    return "float32" if largest is not None and largest.dtype == "F32" else "bfloat16"

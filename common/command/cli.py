@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from common.arguments import parser, read_host_options
-from common.bandwidth import experts_read, parallel_readers, read_bandwidth, step_bytes
-from common.checkpoint import progress_bar
-from common.converse import (
+from common.command.arguments import parser, read_host_options
+from common.command.converse import (
     Job,
     answer_prompts,
     converse,
@@ -28,13 +26,16 @@ from common.converse import (
     make_request,
     read_prompts,
 )
-from common.environment import check_memory, configure_jax, open_streams
-from common.harmony import speaks_harmony
-from common.hosts import Group, joined, tell
-from common.load import Model, open_model, read_weights
-from common.preflight import check_all_used, report
-from common.serve import Session, cache_dtype, capacity_for, check_request, start_session
+from common.command.environment import configure_jax, open_streams
+from common.command.memory import check_memory
+from common.loading.checkpoint import progress_bar
+from common.machines.bandwidth import experts_read, parallel_readers, read_bandwidth, step_bytes
+from common.machines.hosts import Group, joined, tell
+from common.machines.preflight import check_all_used, report
+from common.serving.load import Model, open_model, read_weights
+from common.serving.session import Session, cache_dtype, capacity_for, check_request, start_session
 from common.sharding import DATA, axes_of, make_mesh, parse_mesh, round_up
+from common.text.harmony import speaks_harmony
 
 
 def parse(name: str, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -235,7 +236,7 @@ def run(
     check_options(args)
     check_profile(args)
     if args.dry_run:
-        from common.dryrun import print_dry_runs  # which a run does not wait for
+        from common.command.dryrun import print_dry_runs  # which a run does not wait for
 
         jax.config.update("jax_platforms", "cpu")
         return print_dry_runs(module, args)

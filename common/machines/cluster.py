@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from common.files import first_line
+from common.loading.files import first_line
 
 
 class Place(NamedTuple):

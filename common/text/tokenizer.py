@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from common.files import check_regular, is_there, read_json_if_there, read_text
-from common.template import render
-from common.tiktoken import load_tiktoken
+from common.loading.files import check_regular, is_there, read_json_if_there, read_text
+from common.text.template import render
+from common.text.tiktoken import load_tiktoken
 
 IMAGE_KEYS = ("image_token_index", "image_token_id")  # of a multimodal model's config.json
 

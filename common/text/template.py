@@ -33,7 +33,7 @@ class Child:
 
     def start(self) -> "subprocess.Popen[bytes]":
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from common.template import answer; answer()"],
+            [sys.executable, "-c", "from common.text.template import answer; answer()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from common.machines.chips import Chip, chip_of
 from common.quant import Storage
 from common.sharding import DATA, EXPERT, TENSOR, Shards, make_mesh
-from common.topology import Chip, chip_of
 from common.weights import Weight, by_path, check_divides, is_weight, published_arrays, takes
 
 REDUCED = 6.0  # bytes of time on the links for each byte that a collective returns

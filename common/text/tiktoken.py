@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from common.files import read_text
+from common.loading.files import read_text
 
 SPECIAL = 256  # ids of special tokens, after the ranks; those without a name are reserved
 CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"

@@ -6,7 +6,7 @@ negative ones of unsigned.
 
 import numpy as np
 
-from common.stored import StoredTensor
+from common.loading.stored import StoredTensor
 
 Limits = tuple[tuple[np.dtype, int], ...]  # an integer type, and the least value that is no number
 

@@ -1,0 +1,92 @@
+"""The cache of compiled programs, kept between runs."""
+
+import atexit
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from common.loading.files import first_line
+
+RECORD = "entries.json"  # beside the programs that are kept
+
+
+def keep_programs() -> None:
+    """Keeps compiled programs between runs, where there is a place for them."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(home) / "folio" / "programs"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(f"{folder} cannot be written")
+        bad = damaged(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        sys.stderr.write(f"[programs are not kept: {first_line(error)}]\n")
+        return
+    drop(bad)
+    drop_what_cannot_be_read(folder)
+    atexit.register(record_entries, folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def signatures(folder: Path) -> dict[str, list[int]]:
+    """Size and time of each entry, by name; an entry once written never changes."""
+    entries = {path.name: path.lstat() for path in folder.glob("*-cache")}
+    return {name: [status.st_size, status.st_mtime_ns] for name, status in entries.items()}
+
+
+def record_entries(folder: Path) -> None:
+    """Notes what the entries look like: JAX does not notice one that holds another program."""
+    with contextlib.suppress(OSError):
+        part = folder / f"{RECORD}.{os.getpid()}"
+        part.write_text(json.dumps(signatures(folder)))
+        part.replace(folder / RECORD)
+
+
+def damaged(folder: Path) -> list[Path]:
+    """Entries that are no files, or empty, or not as they were when they were noted."""
+    recorded, now = {}, signatures(folder)
+    with contextlib.suppress(OSError, ValueError):
+        recorded = dict(json.loads((folder / RECORD).read_text()))
+    return [
+        path
+        for path in map(folder.joinpath, now)
+        if not (path.is_file() and now[path.name][0] and os.access(path, os.R_OK))
+        or recorded.get(path.name, now[path.name]) != now[path.name]
+    ]
+
+
+def drop(entries: list[Path]) -> None:
+    """Removes entries of the cache, as JAX neither uses nor replaces bad ones."""
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    if entries:
+        names = ", ".join(sorted({entry.name.split("-")[0] for entry in entries}))
+        sys.stderr.write(f"[dropped a damaged entry of {entries[0].parent}: {names}]\n")
+
+
+def drop_what_cannot_be_read(folder: Path) -> None:
+    """JAX warns of an entry that it cannot read, by the name of the program alone, and compiles.
+    In place of the warning, all entries of that name are dropped."""
+    show = warnings.showwarning
+
+    def dropping(message: Any, *rest: Any, **more: Any) -> None:
+        found = re.match(
+            r"Error (read|writ)ing persistent compilation cache .*'(\w+)'", str(message)
+        )
+        if found is None:
+            show(message, *rest, **more)
+        else:
+            drop([*folder.glob(f"{found[2]}-*")])
+
+    warnings.showwarning = dropping

@@ -1,0 +1,203 @@
+"""A published Hugging Face checkpoint as sharded arrays: shard by shard, in bounded host memory.
+
+A model file's table says which stored tensor becomes which weight. Everything is checked on the
+headers of the files before any data is read. Each process then reads the shards of its own devices
+one after the other, in chunks that are cast on the way: it holds one shard, in the dtype in which
+the shard goes to the device, and one chunk (at least a row of the first axis; for stacked experts
+that is one expert's matrix).
+"""
+
+import math
+import mmap
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from common.kernels.ragged_dot import row_major
+from common.loading.files import first_lines
+from common.loading.finite import Limits, limits_of
+from common.loading.matching import Source, assign, repeats
+from common.loading.reading import Part, read_tensor
+from common.loading.stored import open_tensors
+from common.quant import SPECS, Fp8, Matrix, Storage, Transposed, dequantize_fp8, is_stored
+from common.sharding import model_shards
+from common.weights import Weight, by_path, is_weight, published_arrays, takes
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
+
+
+class Placement(NamedTuple):
+    """What is stored and the global array that it becomes."""
+
+    source: Source
+    shape: tuple[int, ...]  # padded
+    sharding: NamedSharding
+    limits: Limits = ()  # beyond which stored bits are no number, and refused
+
+
+def read_shard(placement: Placement, part: Part, dtype: np.dtype) -> np.ndarray:
+    """One part of the padded and reordered array, in `dtype`."""
+    (tensors, transform, stacked), padded, _, limits = placement
+    out = zeros([stop - start for start, stop in part], dtype)
+    if not stacked:
+        read_tensor(tensors[0], transform, padded, part, out, limits)
+        return out
+    for tensor, into in zip(tensors[slice(*part[0])], out, strict=True):
+        read_tensor(tensor, transform, padded[1:], part[1:], into, limits)
+    return out
+
+
+def zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Zeros in pages of their own, which jax on CPU takes over, as they are aligned.
+
+    Shards on the heap leave holes that later arrays half fill: an int8 model took a fifth more.
+    """
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)  # private
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # to fill pages of 4 KB takes longer than to read the file
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, dtype, math.prod(shape)).reshape(shape)
+
+
+def local_parts(placement: Placement) -> dict[Part, list[jax.Device]]:
+    """The distinct parts that this process holds, and the devices that hold each."""
+    parts: dict[Part, list[jax.Device]] = {}
+    shape = placement.shape
+    for device, index in placement.sharding.addressable_devices_indices_map(shape).items():
+        part = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
+        parts.setdefault(part, []).append(device)
+    return parts
+
+
+def stored_bytes(placement: Placement, part: Part) -> int:
+    return math.prod(stop - start for start, stop in part) * placement.source.dtype.itemsize
+
+
+def load_array(placement: Placement, dtype: np.dtype, advance: Callable[[int], None]) -> jax.Array:
+    shards = []
+    for part, devices in local_parts(placement).items():
+        host = read_shard(placement, part, dtype)
+        shards += jax.block_until_ready([jax.device_put(host, device) for device in devices])
+        del host  # on CPU the device's memory by now, elsewhere free before the next shard is read
+        advance(stored_bytes(placement, part))
+    return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, shards)
+
+
+@partial(jax.jit, static_argnames=("spec", "storage", "dtype", "mesh"))
+def convert(
+    w: Matrix, spec: PartitionSpec, storage: Storage, dtype: np.dtype, mesh: Mesh
+) -> Matrix:
+    """Every device stores its own part of a matrix, plain, Transposed or Fp8, in another way."""
+
+    def run(w: Any) -> Matrix:
+        if isinstance(w, Transposed):
+            w = w.values.swapaxes(-1, -2)
+        return storage.convert(dequantize_fp8(w) if isinstance(w, Fp8) else w, dtype)
+
+    in_specs = SPECS[type(w)](spec) if is_stored(w) else spec
+    run = jax.shard_map(run, mesh=mesh, in_specs=(in_specs,), out_specs=storage.specs(spec))
+    return run(w)
+
+
+def rows_together(tree: Any) -> Any:
+    """Weights laid out row by row, as `ragged_dot` and `embed_rows` read them: a TPU would else
+    turn an array whose rows are no multiple of 128, and turn all of it back at every step."""
+
+    def place(x: Any) -> jax.Array:
+        if x.format.layout.major_to_minor == tuple(range(x.ndim)):
+            return x
+        return jax.jit(lambda x: x, out_shardings=row_major(x.sharding, x.ndim))(x)
+
+    return jax.tree.map(place, tree)
+
+
+def load_weights(
+    directory: str | Path,
+    model: Any,
+    config: Any,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    *,
+    storage: Storage | None = None,
+    progress: Progress | None = None,
+    allow_nonfinite: bool = False,
+) -> Any:
+    """The weights in `directory` on `mesh`, as the model file lays them out: in `dtype`, but for
+    what has its own; and the matrices in `storage`.
+
+    ValueError names the unknown, missing and unfitting tensors, a line each, up to a number of
+    lines; or, unless `allow_nonfinite`, the first that holds NaN or infinity.
+    """
+    shards, tensors = model_shards(mesh), open_tensors(directory)
+    table, layout = model.checkpoint_table(config, shards), model.weight_layout(config, shards)
+    published = stored_layout(model.weight_layout(config))
+    sources, wrong = assign(tensors, table, by_path(published))
+    if wrong or (wrong := repeats(tensors, table, sources)):
+        raise ValueError(first_lines(wrong))
+    placements = {
+        path: Placement(
+            sources[path],
+            array.shape,
+            NamedSharding(mesh, array.spec),
+            () if allow_nonfinite else limits_of(path, sources[path].tensors[0].dtype),
+        )
+        for path, array in by_path(stored_layout(layout)).items()
+    }
+    total = sum(stored_bytes(x, part) for x in placements.values() for part in local_parts(x))
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    def load(path: str, weight: Weight) -> Any:
+        chosen = takes(weight, storage)
+
+        def array(path: str, declared: Weight) -> jax.Array:
+            own = np.dtype(dtype if declared.dtype is None else declared.dtype)
+            # What is quantised is what was stored, not what that is after rounding to `dtype`.
+            return load_array(placements[path], sources[path].dtype if chosen else own, advance)
+
+        fields = published_arrays(weight)
+        if is_weight(fields):
+            loaded = array(path, fields)
+        else:
+            named = zip(fields._fields, fields, strict=True)
+            loaded = type(fields)(*(array(f"{path}.{name}", x) for name, x in named))
+        if chosen and storage is not None:
+            loaded = convert(loaded, weight.spec, storage, np.dtype(dtype), mesh)
+        return jax.block_until_ready(rows_together(loaded))
+
+    def place(path: str) -> tuple[Path, int]:
+        first = sources[path if path in sources else f"{path}.values"].tensors[0]
+        return first.file, first.offset
+
+    declared = by_path(layout)
+    weights = {path: load(path, declared[path]) for path in sorted(declared, key=place)}
+    structure = jax.tree.structure(layout, is_leaf=is_weight)
+    return jax.tree.unflatten(structure, [weights[path] for path in declared])
+
+
+def stored_layout(layout: Any) -> Any:
+    """The declared weights as the arrays in which a checkpoint holds them."""
+    return jax.tree.map(published_arrays, layout, is_leaf=is_weight)
+
+
+def progress_bar(stream: TextIO) -> Progress:
+    """A `progress` that draws a bar on a terminal, and nothing on anything else."""
+
+    def draw(done: int, total: int) -> None:
+        if stream.isatty():
+            bar = "#" * (40 * done // max(total, 1))
+            end = "\n" if done == total else ""
+            stream.write(f"\rloading [{bar:<40}] {done / 1e9:.2f}/{total / 1e9:.2f} GB{end}")
+            stream.flush()
+
+    return draw

@@ -1,0 +1,145 @@
+"""Which stored tensor becomes which weight: matches a model file's table with the names in the
+files.
+
+Needs the headers of the files alone, and reports everything that is wrong together.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.loading.reading import same_bytes, stored_shape
+from common.loading.stored import DTYPES, FLOATS, KEPT, StoredTensor, Tensors
+from common.names import Axes, Same, Table, Target, Transform
+from common.weights import Weight
+
+
+class Source(NamedTuple):
+    """The stored tensor that becomes an array, or those that are stacked to become one."""
+
+    tensors: tuple[StoredTensor, ...]
+    transform: Transform
+    stacked: bool
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.tensors[0].dtype]
+
+
+def starred(name: str) -> tuple[str, list[str]]:
+    """A name with `*` for the numbers between its dots, and the numbers."""
+    words = name.split(".")
+    return ".".join("*" if w.isdecimal() else w for w in words), [w for w in words if w.isdecimal()]
+
+
+def fill(pattern: str, numbers: list[str]) -> str:
+    """The pattern with numbers in place of its `*`, from the left."""
+    words = iter(numbers)
+    return "".join(next(words) if c == "*" else c for c in pattern)
+
+
+def targets_of(name: str, table: Table) -> tuple[list[Target], list[str]] | None:
+    """What a stored tensor becomes, and the numbers that stand for the `*` of its row: found by its
+    own name, by a row "prefix.**" that it begins with, by its name with `*` for all numbers but the
+    first, or for all. None if the table does not know it."""
+    pattern, numbers = starred(name)
+    prefix = next((p for p in table if p.endswith(".**") and name.startswith(p[:-2])), None)
+    one_layer = fill(pattern, [*numbers[:1], *"*" * len(numbers[1:])])
+    rows: Any = ((name, []), (prefix, []), (one_layer, numbers[1:]), (pattern, numbers))
+    for key, stars in rows:
+        if key is not None and key in table:
+            found = table[key]
+            return found if isinstance(found, list) else [found], stars
+    return None
+
+
+def assign(
+    tensors: Tensors, table: Table, arrays: dict[str, Weight]
+) -> tuple[dict[str, Source], list[str]]:
+    """The source of each array, and all that is wrong, a line each."""
+    found: dict[str, dict[int, StoredTensor]] = {path: {} for path in arrays}
+    wrong: list[str] = []
+    for name, tensor in tensors.items():
+        targets, numbers = targets_of(name, table) or ([""], starred(name)[1])
+        for target in targets:
+            if target is None or isinstance(target, Same):
+                continue
+            pattern, transform = (target, None) if isinstance(target, str) else target
+            if transform is Axes.SPLIT:
+                *lead, a, b = tensor.shape
+                tensor = tensor._replace(shape=(*lead, a * b))
+            path, expert = fill(pattern, numbers), [int(n) for n in numbers[pattern.count("*") :]]
+            if path in arrays:
+                problems = misfits(tensor, transform, arrays[path], expert, found[path])
+                found[path].setdefault(expert[0] if expert else 0, tensor)
+            else:
+                problems = ["is not a weight of this model" + f": it has no {path}" * bool(path)]
+            wrong += [f"{tensor.file.name}: {name} {problem}" for problem in problems]
+    rows = rows_by_path(table)
+    sources = {}
+    for path, array in arrays.items():
+        pattern, numbers = starred(path)
+        if pattern not in rows:
+            raise ValueError(f"the checkpoint table of the model file has no row for {pattern}")
+        name, transform = rows[pattern]
+        stacked = name.count("*") > pattern.count("*")
+        shape = array.shape[1:] if stacked else array.shape
+        for i in sorted(set(range(array.shape[0] if stacked else 1)) - set(found[path])):
+            wrong.append(f"no file has {fill(name, [*numbers, str(i)])}, of shape {list(shape)}")
+        sources[path] = Source(
+            tuple(found[path][i] for i in sorted(found[path])), transform, stacked
+        )
+    return sources, wrong
+
+
+def rows_by_path(table: Table) -> dict[str, tuple[str, Transform]]:
+    """The table the other way round: of each path the stored name and the transform."""
+    rows: dict[str, tuple[str, Transform]] = {}
+    for name, found in table.items():
+        for target in found if isinstance(found, list) else [found]:
+            if isinstance(target, str):
+                rows[target] = name, None
+            elif isinstance(target, tuple) and not isinstance(target, Same):
+                rows[target[0]] = name, target[1]
+    return rows
+
+
+def misfits(
+    tensor: StoredTensor,
+    transform: Transform,
+    array: Weight,
+    expert: list[int],
+    others: dict[int, StoredTensor],
+) -> list[str]:
+    """Why a tensor is not what belongs into an array, or at place `expert` of a stack, which holds
+    `others` so far."""
+    shape = array.shape
+    if expert and expert[0] >= shape[0]:
+        return [f"is not a weight of this model: it has {shape[0]} of them"]
+    if (other := others.get(expert[0] if expert else 0)) is not None:
+        return [f"is the same weight as {other.name}; which one is meant?"]
+    want, problems = stored_shape(shape[1:] if expert else shape, transform), list[str]()
+    if tensor.shape != want:
+        problems.append(f"has shape {list(tensor.shape)}, but the config says {list(want)}")
+    kept = None if array.dtype is None else np.dtype(array.dtype)
+    allowed = [name for name, dtype in KEPT.items() if dtype == kept] or list(FLOATS)
+    if tensor.dtype not in allowed:
+        problems.append(f"has dtype {tensor.dtype}, but only {', '.join(allowed)} can be read")
+    elif others and tensor.dtype != (first := next(iter(others.values()))).dtype:
+        problems.append(f"has dtype {tensor.dtype}, but {first.name} has {first.dtype}")
+    return problems
+
+
+def repeats(tensors: Tensors, table: Table, sources: dict[str, Source]) -> list[str]:
+    """What is wrong with the stored tensors that should repeat another one, a line each."""
+    wrong = []
+    for name, tensor in tensors.items():
+        for target in (targets_of(name, table) or ([], []))[0]:
+            if isinstance(target, Same):
+                original = sources[target.path].tensors[0]
+                if not same_bytes(tensor, original):
+                    wrong.append(
+                        f"{tensor.file.name}: {name} differs from {original.name}, although "
+                        "config.json ties them: set tie_word_embeddings to false to use it"
+                    )
+    return wrong

@@ -1,0 +1,140 @@
+"""Reads parts of stored tensors: whole rows in chunks, reordered and cast on the way.
+
+Files are read, not mapped: if a mapped file is cut short, the process is killed. Columns are picked
+out of whole rows, because storage reads past a gap of some kilobytes faster than it seeks over it.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.loading.finite import Limits, check_finite
+from common.loading.stored import DTYPES, StoredTensor
+from common.names import Axes, Order, Transform
+
+READ_BYTES = 1 << 20  # at a time: a chunk stays in the CPU's cache between the read and the cast
+
+Part = tuple[tuple[int, int], ...]  # of an array: (start, stop) along each axis
+
+
+class Span(NamedTuple):
+    """`length` stored elements, from `start` on, that go to `to` and on."""
+
+    to: int
+    start: int
+    length: int
+
+
+def is_swapped(transform: Transform) -> bool:
+    return transform is Axes.SWAPPED or (isinstance(transform, Order) and transform.swapped)
+
+
+def swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The last two the other way round."""
+    return (*axes[:-2], axes[-1], axes[-2])
+
+
+def stored_shape(shape: tuple[int, ...], transform: Transform) -> tuple[int, ...]:
+    """The shape that the stored tensor of an array must have."""
+    if isinstance(transform, Order) and transform.stored is not None:
+        extent = transform.stored * transform.size
+        shape = (*shape[: transform.axis], extent, *shape[transform.axis + 1 :])
+    return swapped(shape) if is_swapped(transform) else shape
+
+
+def spans(stored: int, padded: int, part: tuple[int, int], order: Order | None) -> list[Span]:
+    """What fills a part of one padded axis; the rest is zeros."""
+    source = np.arange(max(stored, padded))
+    source[stored:] = -2  # zeros; not -1, which 0 would seem to continue
+    if order is not None:
+        blocks = np.array(order.blocks)[:, None]
+        source = np.where(blocks < 0, -2, blocks * order.size + np.arange(order.size)).ravel()
+    if len(source) != padded or source.max() >= stored:
+        raise ValueError(f"{order} cannot lay {stored} stored elements out as {padded}")
+    source = source[slice(*part)]
+    starts = np.flatnonzero(np.diff(source, prepend=-2) != 1)
+    lengths = np.diff(starts, append=len(source))
+    found = (Span(int(i), int(source[i]), int(n)) for i, n in zip(starts, lengths, strict=True))
+    return [span for span in found if span.start >= 0]
+
+
+def read_tensor(
+    tensor: StoredTensor,
+    transform: Transform,
+    padded: tuple[int, ...],
+    part: Part,
+    out: np.ndarray,
+    limits: Limits = (),
+) -> None:
+    """Fills `out` with one part of a padded and reordered tensor; ValueError for numbers past
+    `limits`."""
+    axes = tuple(range(len(padded)))
+    if is_swapped(transform):
+        out, padded, part, axes = out.swapaxes(-1, -2), *map(swapped, (padded, part, axes))
+    order = transform if isinstance(transform, Order) else None
+    rows, *columns = (
+        spans(n, m, p, order if order is not None and order.axis == axis else None)
+        for n, m, p, axis in zip(tensor.shape, padded, part, axes, strict=True)
+    )
+    dtype = DTYPES[tensor.dtype]
+    row_bytes = math.prod(tensor.shape[1:]) * dtype.itemsize
+    is_whole = columns == [[Span(0, 0, n)] for n in tensor.shape[1:]]
+    same_rows = (out.shape[1:], out.dtype) == (tensor.shape[1:], dtype)
+    if is_whole and same_rows and out.flags.c_contiguous:  # straight into their place
+        for piece in read_rows(tensor, rows, row_bytes, out):
+            check_finite(tensor, piece, limits)  # while the CPU's cache holds it
+        return
+    step = max(1, READ_BYTES // row_bytes)
+    scratch = np.empty((step, *tensor.shape[1:]), dtype)
+    with open(tensor.file, "rb") as f:
+        for to, start, length in rows:
+            for i in range(0, length, step):
+                chunk = scratch[: min(step, length - i)]
+                read_into(f, tensor.offset + (start + i) * row_bytes, chunk)
+                check_finite(tensor, chunk, limits)
+                into = out[to + i : to + i + len(chunk)]
+                for pieces in itertools.product(*columns):
+                    there = (slice(p.to, p.to + p.length) for p in pieces)
+                    here = (slice(p.start, p.start + p.length) for p in pieces)
+                    into[:, *there] = chunk[:, *here]
+
+
+def read_rows(
+    tensor: StoredTensor, rows: Sequence[Span], row_bytes: int, out: np.ndarray
+) -> Iterator[np.ndarray]:
+    """Reads whole rows into their places in `out`; yields the pieces that it has read."""
+    step = max(1, READ_BYTES // out.itemsize)
+    with open(tensor.file, "rb", buffering=0) as f:
+        for to, start, length in rows:
+            numbers, offset = out[to : to + length].reshape(-1), tensor.offset + start * row_bytes
+            for i in range(0, numbers.size, step):
+                piece = numbers[i : i + step]
+                read_into(f, offset + i * out.itemsize, piece)
+                yield piece
+
+
+def read_into(file: Any, offset: int, out: np.ndarray) -> None:
+    file.seek(offset)
+    buffer = out.reshape(-1).view(np.uint8).data
+    while buffer.nbytes:  # one call reads 2 GB at most
+        if not (count := file.readinto(buffer)):
+            raise ValueError(f"{file.name} became shorter while it was read")
+        buffer = buffer[count:]
+
+
+def same_bytes(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two stored tensors hold the same numbers."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    size = math.prod(a.shape) * DTYPES[a.dtype].itemsize
+    with open(a.file, "rb") as f, open(b.file, "rb") as g:
+        for at in range(0, size, READ_BYTES):
+            chunks = np.empty((2, min(READ_BYTES, size - at)), np.uint8)
+            read_into(f, a.offset + at, chunks[0])
+            read_into(g, b.offset + at, chunks[1])
+            if not np.array_equal(*chunks):
+                return False
+    return True

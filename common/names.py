@@ -1,0 +1,71 @@
+"""How a model file says which published tensor becomes which of its weights.
+
+`checkpoint_table` of a model file returns a `Table`; `common/loading` matches it with the names
+that the files hold.
+"""
+
+import enum
+from collections.abc import Collection
+from typing import NamedTuple
+
+from common.quant import FP8_BLOCK
+from common.sharding import Shards
+
+
+class Order(NamedTuple):
+    """Reorders a tensor along `axis`, so that each device's heads are neighbours.
+
+    The axis is cut into blocks of `size` numbers. Block i of the weight is published block
+    blocks[i], or zeros where that is -1.
+    """
+
+    axis: int
+    size: int
+    blocks: tuple[int, ...]
+    stored: int | None = None  # how many blocks are stored; None: as many as are published
+    swapped: bool = False  # the last two axes are stored the other way round
+
+
+class Axes(enum.Enum):
+    """Other ways in which the axes of a weight are stored."""
+
+    SWAPPED = "the last two the other way round"
+    SPLIT = "the last one as two"
+
+
+class Same(NamedTuple):
+    """The stored tensor repeats the weight at `path`, byte for byte, and is dropped."""
+
+    path: str
+
+
+Transform = Order | Axes | None
+# A path into the model file's `Weights`, alone or with how its axes are stored; None: dropped.
+Target = str | tuple[str, Transform] | Same | None
+# By published name, in which `*` stands for a number and a last `**` for any ending. If several
+# rows match a name, the most specific wins: the name itself, then `prefix.**`, then a row with a
+# `*` for every number but the first (the layer's), then a row with a `*` for every number. A list
+# names several weights that are made of one tensor.
+Table = dict[str, Target | list[Target]]
+
+
+def fp8_table(table: Table, projections: Collection[str], shards: Shards) -> Table:
+    """The table of a checkpoint that stores its projections as 8-bit floats.
+
+    Each row whose name ends in one of `projections` becomes two: the values, and
+    `<name>_scale_inv` for the scales of their blocks.
+    """
+    fp8: Table = {}
+    for name, target in table.items():
+        if name.removesuffix(".weight").split(".")[-1] not in projections:
+            fp8[name] = target
+        elif isinstance(target, str):
+            fp8[name], fp8[f"{name}_scale_inv"] = f"{target}.values", f"{target}.scale"
+        elif isinstance(target, tuple) and not isinstance(target, Same):
+            path, order = target
+            in_blocks = None  # on one device the published order stays
+            if isinstance(order, Order) and shards.model > 1:
+                in_blocks = order._replace(size=order.size // FP8_BLOCK)
+            fp8[name] = f"{path}.values", order
+            fp8[f"{name}_scale_inv"] = f"{path}.scale", in_blocks
+    return fp8
