@@ -69,7 +69,7 @@ def machine(tiny: bool) -> kernels.Machine:
 def error_row(name: str, dtype: str, run: Callable[..., Any], make: Callable[[], Any]) -> Row:
     """How far a GPU's kernel is from the reference, as a part of the largest number; elsewhere what
     the platform runs."""
-    args, ours = make(), "gpu" if jax.default_backend() == "gpu" else None
+    args, ours = make(), "gpu" if jax.default_backend() == "gpu" else "auto"
     try:
         got, want = (jax.jit(partial(run, implementation=i))(*args) for i in (ours, "reference"))
     except ValueError as refusal:

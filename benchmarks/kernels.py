@@ -139,7 +139,9 @@ def other_attention(heads: Heads, dtype: str) -> dict[str, Callable[..., Any]]:
 
 def apart(run: Callable[..., Any], args: Any) -> float:
     """How far what the machine chooses is from the reference."""
-    return relative(*(jax.jit(partial(run, implementation=i))(*args) for i in (None, "reference")))
+    return relative(
+        *(jax.jit(partial(run, implementation=i))(*args) for i in ("auto", "reference"))
+    )
 
 
 def attention_case(name: str, heads: Heads, dtype: str, batch: int, length: int) -> Case:

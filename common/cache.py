@@ -1,5 +1,5 @@
-"""What a layer keeps of the tokens it has seen: key/value caches, written at positions and never
-read past a slot's length; and the attention that reads them."""
+"""The cache of a layer: keys and values (or latents) of the tokens of each slot, and the attention
+that reads them. A cache is written at positions, and never read at or past a slot's length."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -7,26 +7,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from common.kernels.decode_attention import FEW_QUERIES, ragged_decode_attention
-from common.kernels.dispatch import Impl
+from common.kernels.dispatch import AUTO
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.visible import first_seen
 from common.quant import quantize_rows
 from common.sharding import DATA, TENSOR, P, round_up
 
-Array = jax.Array
-
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = float(jnp.finfo(FP8).max)
-LANES = 128  # numbers in a row of a TPU's tiles
+LANES = 128  # the numbers in one row of a TPU's tile
 
 
 class KVCache(NamedTuple):
-    """Keys and values of one layer: S positions of B slots, for K heads of H numbers each."""
+    """Keys and values of one layer: B slots, K heads, S positions, H numbers each."""
 
     k: Array  # [B, K, S, H]
     v: Array  # [B, K, S, H]
@@ -35,23 +33,23 @@ class KVCache(NamedTuple):
 
 
 class RowCache(NamedTuple):
-    """The same where a position of a head is one row: of H numbers of value and then H of key, or
-    of a latent vector that is both.
+    """Keys and values of one layer in one array. A row holds the H numbers of a value, then the H
+    of its key; or it is a latent vector, which is both.
 
-    A TPU stores rows in tiles that are 128 numbers wide. Rows of 64 would waste half of each, so
-    XLA stores such an array transposed, and then writes a token by a loop over the slots.
+    A TPU stores rows in tiles that are 128 numbers wide. Rows of 64 would waste half of each tile,
+    so XLA would store the array transposed, and write a token by a loop over the slots.
     """
 
-    rows: Array  # [B, K, S, 2 * H], or [B, 1, S, C and zeros] of a latent cache
+    rows: Array  # [B, K, S, 2 * H]; latents: [B, 1, S, W], padded with zeros to whole lanes
     k_scale: Array | None  # float32 [B, K, S] of int8 rows
-    v_scale: Array | None  # None in a latent cache: that of the keys
+    v_scale: Array | None  # None for latents, whose values have the scale of the keys
 
 
 LayerCache = KVCache | RowCache
 
 
 def empty_cache(shape_BKSH: tuple[int, int, int, int], dtype: DTypeLike) -> LayerCache:
-    """One layer's keys and values: in rows where the width of a head is no multiple of 128."""
+    """An empty layer: a `RowCache` if the width of a head is no multiple of 128."""
     *lead, H = shape_BKSH
     scale = partial(jnp.zeros, lead, jnp.float32) if dtype == jnp.int8 else lambda: None
     if H % LANES:
@@ -61,20 +59,25 @@ def empty_cache(shape_BKSH: tuple[int, int, int, int], dtype: DTypeLike) -> Laye
 
 
 def empty_latent(shape_BSC: tuple[int, int, int], dtype: DTypeLike) -> RowCache:
-    """One layer's latent vectors of C numbers, which all heads share, in rows of the next multiple
-    of 128, which is what they take on a TPU anyway: see `RowCache`."""
+    """An empty layer of latent vectors, which all heads share. Their C numbers are padded to the
+    next multiple of 128, which is the memory that they take on a TPU anyway (see `RowCache`)."""
     B, S, C = shape_BSC
     C = round_up(C, LANES)
     scale = jnp.zeros((B, 1, S), jnp.float32) if dtype == jnp.int8 else None
     return RowCache(jnp.zeros((B, 1, S, C), dtype), scale, None)
 
 
+def capacity_of(cache: tuple[LayerCache, ...]) -> int:
+    """The positions S of a slot. Called outside `shard_map`, where no axis is split."""
+    return jax.tree.leaves(cache)[0].shape[2]
+
+
 # ---- writing
 
 
 def append(cache: LayerCache, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> LayerCache:
-    """Writes the keys and values of T tokens at the positions from start_B on. Positions outside
-    [0, S) are dropped."""
+    """Writes the keys and values of T tokens to positions start_B, start_B + 1, ... What would land
+    outside [0, S) is dropped."""
     k, k_scale = stored(k_BTKH, cache.k_scale)
     v, v_scale = stored(v_BTKH, cache.v_scale)
     scales = dict(
@@ -88,8 +91,8 @@ def append(cache: LayerCache, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> L
 
 
 def append_latent(cache: RowCache, latent_BTC: Array, start_B: Array) -> RowCache:
-    """Writes the latent vectors of T tokens. The positions are split over `tensor`: each device
-    keeps those of its own part."""
+    """Writes the latent vectors of T tokens. Positions are split over `tensor`, and each device
+    keeps what lands in its own part."""
     start_B = start_B - lax.axis_index(TENSOR) * cache.rows.shape[2]
     rows, scale = stored(widened(latent_BTC, cache)[:, :, None], cache.k_scale)
     return cache._replace(
@@ -98,26 +101,26 @@ def append_latent(cache: RowCache, latent_BTC: Array, start_B: Array) -> RowCach
 
 
 def widened(x: Array, cache: RowCache) -> Array:
-    """[.., C] with zeros behind, as wide as a row of the cache."""
+    """[.., C] padded with zeros to the width of a row of the cache."""
     extra = cache.rows.shape[-1] - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)])
 
 
 def stored(x_BTKH: Array, scale: Array | None) -> tuple[Array, Array | None]:
-    """[B, K, T, H], and the scales [B, K, T] where a cache has some."""
+    """[B, K, T, H], quantised if the cache has scales; and the scales [B, K, T]."""
     x_BKTH = x_BTKH.swapaxes(1, 2)
     return (x_BKTH, None) if scale is None else quantize_rows(x_BKTH)
 
 
 def write(cache_BKSH: Array, new_BKTH: Array, start_B: Array) -> Array:
-    if cache_BKSH.dtype == FP8:  # which has no infinity: what is too large would become NaN
+    if cache_BKSH.dtype == FP8:  # fp8 has no infinity: what is too large would become NaN
         new_BKTH = jnp.clip(new_BKTH, -FP8_MAX, FP8_MAX)
     new_BKTH = new_BKTH.astype(cache_BKSH.dtype)
     if new_BKTH.shape[2] > 1:
         return copy_tokens(cache_BKSH, new_BKTH, start_B)
     if cache_BKSH.shape[-1] % LANES == 0:
         return scatter_token(cache_BKSH, new_BKTH, start_B)
-    # Such rows a TPU stores transposed, and a scatter would transpose the whole cache twice.
+    # A TPU stores narrow rows transposed; a scatter would transpose the whole cache twice.
     return lax.platform_dependent(
         cache_BKSH, new_BKTH, start_B, tpu=copy_tokens, default=scatter_token
     )
@@ -131,9 +134,9 @@ def write_scale(cache_BKS: Array | None, new_BKT: Array | None, start_B: Array) 
 
 
 def scatter_token(cache: Array, new: Array, start_B: Array) -> Array:
-    """One token a slot: new [B, K, 1, ...] to position start_B of cache [B, K, S, ...]."""
+    """Writes new [B, K, 1, ...] to position start_B of cache [B, K, S, ...]: one token a slot."""
     S = cache.shape[2]
-    # A negative index would wrap around, so an empty slot's token is sent past the end instead.
+    # A negative index would wrap around, so a skipped slot's token goes past the end instead.
     at_B = jnp.where(start_B < 0, S, start_B)
     new = new.squeeze(2)
     return lax.platform_dependent(cache, new, at_B, tpu=scatter_rows, default=scatter_slots)
@@ -144,9 +147,9 @@ def scatter_slots(cache: Array, new: Array, at_B: Array) -> Array:
 
 
 def scatter_rows(cache: Array, new: Array, at_B: Array) -> Array:
-    """The same with slots and heads as one axis: written as above, a TPU would copy all of an int8
-    cache of several heads to a layout with its heads together, and back. For the same reason the
-    scales of a single head are one axis altogether."""
+    """`scatter_slots` with slots and heads as one axis. With two axes, a TPU would copy an int8
+    cache of several heads to another layout and back. For the same reason the scales of a single
+    head are written as an array of one axis."""
     B, K, S, *rest = cache.shape
     row, at, new = jnp.arange(B * K), jnp.repeat(at_B, K), new.reshape(B * K, *rest)
     if rest or K > 1:
@@ -158,7 +161,7 @@ def scatter_rows(cache: Array, new: Array, at_B: Array) -> Array:
 
 
 def copy_tokens(cache: Array, new: Array, start_B: Array) -> Array:
-    """Many tokens: a contiguous copy per slot, as a scatter on CPU would go token by token."""
+    """Writes many tokens: one contiguous copy a slot. On CPU a scatter would go token by token."""
     (S, *rest), T = cache.shape[2:], new.shape[2]
     W = min(S, T)
 
@@ -182,19 +185,20 @@ def attend(
     q_BTNH: Array,
     cache: LayerCache,
     end_B: Array,
+    implementation: str = AUTO,
     *,
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
     sinks_N: Array | None = None,
-    implementation: Impl = None,
 ) -> Array:
-    """Causal attention of T queries a slot, which stand before position end_B, over the slot's
-    cache: [B, T, N, H]. Scores and softmax are in float32.
+    """Causal attention of T queries a slot, the last of them at position end_B - 1, over the slot's
+    cache: [B, T, N, H]. Scores and softmax are float32.
 
-    A query sees all positions up to its own; or the last `window` of them, its own included; or
-    those with the same position // chunk. Few queries go to `ragged_decode_attention` and many to
-    `prefill_attention`, which explain the other arguments.
+    A query sees all positions up to its own. With `window` it sees the last `window` of them, its
+    own included; with `chunk` it sees those with the same position // chunk. Up to FEW_QUERIES
+    queries go to `ragged_decode_attention`, more go to `prefill_attention`; both explain the other
+    arguments.
     """
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     arrays: Any = dict(k_scale_BKS=cache.k_scale, v_scale_BKS=cache.v_scale, sinks_N=sinks_N)
@@ -215,18 +219,18 @@ def attend_latent(
     q_BTNC: Array,
     cache: RowCache,
     end_B: Array,
+    implementation: str = AUTO,
     *,
     v_dim: int,
     scale: float,
-    implementation: Impl = None,
 ) -> Array:
-    """Causal attention of a device's own N heads over a latent cache whose positions are split
-    over `tensor`: [B, T, N, v_dim], the values being the first v_dim numbers of a row.
+    """Causal attention of a device's own N heads over a latent cache whose positions are split over
+    `tensor`: [B, T, N, v_dim]. The values are the first v_dim numbers of a row.
 
-    The devices of a `tensor` group gather their queries, attend to the positions that each has,
-    and merge the parts by their log-sum-exp on the way back to the heads.
+    The devices of a `tensor` group gather the queries of all their heads. Each attends to its own
+    positions; then the parts are merged by log-sum-exp, and each device keeps its own heads.
     """
-    first = lax.axis_index(TENSOR) * cache.rows.shape[2]  # position on this device
+    first = lax.axis_index(TENSOR) * cache.rows.shape[2]  # the first position on this device
     q_BTNC = lax.all_gather(q_BTNC, TENSOR, axis=2, tiled=True)  # own heads -> of the group
     o_BTNC, lse_BTN = ragged_decode_attention(
         widened(q_BTNC, cache),
@@ -248,8 +252,8 @@ def attend_latent(
 
 
 def latent_rows(cache: RowCache, dtype: DTypeLike) -> Array:
-    """The rows of all positions, which the devices of a `tensor` group gather: [B, S, C and zeros],
-    anything at positions that are not filled."""
+    """Gathers the rows of all positions from the devices of a `tensor` group: [B, S, W]. Positions
+    that are not filled may hold anything."""
     rows = lax.all_gather(cache.rows[:, 0], TENSOR, axis=1, tiled=True)  # own positions -> all
     if cache.k_scale is None:
         return rows.astype(dtype)
@@ -260,12 +264,13 @@ def latent_rows(cache: RowCache, dtype: DTypeLike) -> Array:
 # ---- moving slots
 
 
-def check_insert(state: Any, prompt: Any, slot_B: ArrayLike, mesh: Mesh) -> None:
-    """ValueError for what `copy_rows` would drop or change without a word: states of different
-    capacity, dtype or mesh, and slots that a data shard does not have."""
+def copy_slots(state: Any, prefilled: Any, slot_B: ArrayLike, specs: Any, mesh: Mesh) -> Any:
+    """Copies slot b of `prefilled` into slot slot_B[b] of the same data shard of the donated
+    `state`, unless that is -1. ValueError for what would silently be dropped or changed: states
+    that differ in capacity, dtype or mesh, and slots that a data shard does not have."""
     slot_B = np.asarray(slot_B)
-    shards, slots, rows = mesh.shape[DATA], len(state.length_B), len(prompt.length_B)
-    kept, new = (jax.tree.map(lambda x: (x.shape[1:], x.dtype), s) for s in (state, prompt))
+    shards, slots, rows = mesh.shape[DATA], len(state.length_B), len(prefilled.length_B)
+    kept, new = (jax.tree.map(lambda x: (x.shape[1:], x.dtype), s) for s in (state, prefilled))
     if kept != new:
         raise ValueError("insert copies between states of one capacity and one dtype of cache")
     if len(slot_B) != rows or slots % shards or rows % shards:
@@ -276,22 +281,22 @@ def check_insert(state: Any, prompt: Any, slot_B: ArrayLike, mesh: Mesh) -> None
     if slot_B.min() < -1 or slot_B.max() >= slots // shards:
         raise ValueError(
             f"insert into slots {slot_B.tolist()}: each must be -1 or in [0, {slots // shards}), "
-            "counted within the data shard of its row"
+            "numbered within the data shard of its row"
         )
     numbers = slot_B.reshape(shards, -1)
     if any(len({*row[row >= 0]}) < (row >= 0).sum() for row in numbers):
         raise ValueError(f"insert into slots {slot_B.tolist()}: two rows go to one slot")
+    return copy_rows(state, prefilled, slot_B, specs=specs, mesh=mesh)
 
 
 @partial(jax.jit, static_argnames=("specs", "mesh"), donate_argnames="state")
-def copy_rows(state: Any, prompt: Any, slot_B: Array, *, specs: Any, mesh: Mesh) -> Any:
-    """Copies row b of `prompt` into slot slot_B[b] of the row's own data shard; -1 copies
-    nothing."""
+def copy_rows(state: Any, prefilled: Any, slot_B: Array, *, specs: Any, mesh: Mesh) -> Any:
+    """`copy_slots` without its checks, as one program."""
 
-    def run(state: Any, prompt: Any, slot_B: Array) -> Any:
+    def run(state: Any, prefilled: Any, slot_B: Array) -> Any:
         slots = len(state.length_B)
         at_B = jnp.where(slot_B < 0, slots, slot_B)  # past the end, where writes are dropped
-        return jax.tree.map(lambda s, p: s.at[at_B].set(p, mode="drop"), state, prompt)
+        return jax.tree.map(lambda s, p: s.at[at_B].set(p, mode="drop"), state, prefilled)
 
     run = jax.shard_map(run, mesh=mesh, in_specs=(specs, specs, P(DATA)), out_specs=specs)
-    return run(state, prompt, slot_B)
+    return run(state, prefilled, slot_B)

@@ -1,22 +1,22 @@
-"""A published config.json, read strictly: what it says is computed, or refused by name.
+"""Reads a published config.json strictly: what it says is computed, or refused by name.
 
-A model file declares each field of its `Config` with the range that the field may have, and lists
-the settings of which it implements one value. Every key of the file is then read, or known to
-change nothing, or refused; nothing is passed over. Where Hugging Face transformers gives a missing
-key a default, `Config` has it as the default of the field. A null is not a missing key: as in
-transformers it is an error, unless it has a meaning of its own.
+A model file declares each field of its `Config` with the range of its values, and lists the
+settings of which it implements one value. So every key of config.json is read, or known to change
+nothing, or refused; none is passed over. If a key is missing, the field's default counts, which is
+that of Hugging Face transformers. A null is not a missing key: it is an error, as in transformers,
+unless null has a meaning of its own.
 """
 
 import reprlib
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from common.quant import FP8_BLOCK
-from common.ranges import Above1
+from common.ranges import Relation, Rule
 
 # Keys that change nothing in any model: who made the file and how, training, what transformers
-# returns, and settings of generation that older files keep here.
+# returns, and generation settings that older files keep here.
 INERT = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
@@ -45,14 +45,12 @@ NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 ONLY: dict[str, Any] = dict(
     is_causal=True, is_encoder_decoder=False, add_cross_attention=False, pruned_heads=({}, None)
 )
-MOST = 10_000  # layers, heads or experts: each is an entry of some list
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the names of their number
 SILU = ("silu", "swish")  # two names of one function
-Derive = Callable[[Mapping[str, Any]], Any]  # a field from those before it
+Derive = Callable[[Mapping[str, Any]], Any]  # computes a field from those before it
 
 
 def head_dim(fields: Mapping[str, Any]) -> int:
-    """The width of a head where config.json does not say it: that of the model, shared out."""
+    """The width of a head if config.json does not say it: hidden_size / num_attention_heads."""
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     if width % heads:
         raise ValueError(
@@ -62,7 +60,7 @@ def head_dim(fields: Mapping[str, Any]) -> int:
 
 
 def all_heads(fields: Mapping[str, Any]) -> int:
-    """The number of key/value heads where config.json does not say it: that of the query heads."""
+    """The number of key/value heads if config.json does not say it: one for each query head."""
     return fields["num_attention_heads"]
 
 
@@ -71,42 +69,44 @@ def read_config(
     hf: Mapping[str, Any],
     *,
     model_types: Collection[str],
-    given: Mapping[str, Any] = NOTHING,
-    derived: Mapping[str, Derive] = NOTHING,
-    null: Mapping[str, Derive] = NOTHING,
-    only: Mapping[str, Any] = NOTHING,
-    repeats: Mapping[str, str] = NOTHING,
-    read: Collection[str] = (),
-    inert: Collection[str] = (),
+    fields_read: Mapping[str, Any] = NOTHING,
+    keys_read: Collection[str] = (),
+    if_missing: Mapping[str, Derive] = NOTHING,
+    if_null: Mapping[str, Derive] = NOTHING,
+    accepted: Mapping[str, Any] = NOTHING,
+    must_equal: Mapping[str, str] = NOTHING,
+    ignored: Collection[str] = (),
 ) -> Any:
-    """A `kind`, a NamedTuple of fields of a config.json. ValueError names what is refused.
+    """A `kind`, which is a NamedTuple of fields of config.json. ValueError names what is refused.
 
     Args:
       hf: the parsed config.json.
       model_types: the values of `model_type` that the model file computes.
-      given: fields that the caller has found already.
-      derived: how to compute a field that is missing or null.
-      null: how to compute a field that is null; missing, it is an error.
-      only: settings of which the model file implements one value, or a tuple of them, by key.
-      repeats: keys that transformers does not read, and the field that each of them must equal.
-      read: keys in which the caller found what is `given`; those of `read_rope` are known.
-      inert: keys of this family that change nothing.
+      fields_read: fields that the caller has read already.
+      keys_read: keys that the caller found them in. Those that `read_rope` reads are known.
+      if_missing: how to compute a field whose key is missing or null.
+      if_null: how to compute a field whose key is null. If the key is missing, that is an error.
+      accepted: keys of which one value, or a tuple of values, is implemented. Others are refused.
+      must_equal: keys that transformers does not read, and the field that each must equal.
+      ignored: keys of this family that change nothing.
     """
     if hf.get("model_type") is None:
         raise missing("model_type")
-    only = ONLY | {"model_type": tuple(model_types)} | dict(only)
-    check_only(hf, only)
-    null = {name: derive for name, derive in null.items() if name in hf}
-    values = read_fields(kind, hf, "", given, {**derived, **null})
-    for key, field in repeats.items():
+    accepted = ONLY | {"model_type": tuple(model_types)} | dict(accepted)
+    check_accepted(hf, accepted)
+    if_null = {name: derive for name, derive in if_null.items() if name in hf}
+    values = read_fields(kind, hf, "", fields_read, {**if_missing, **if_null})
+    for key, field in must_equal.items():
         spelling(hf, field, key)
-    fields = [name for name in annotations(kind) if name not in given]
+    fields = [name for name in annotations(kind) if name not in fields_read]
     others = [second_name(kind, name) for name in fields]
-    known = {*only, *repeats, *read, *inert, *INERT, *fields, *others}
-    refuse_unknown(hf, known | (ROPE_KEYS if "rope_theta" in given else set()))
+    known = {*accepted, *must_equal, *keys_read, *ignored, *INERT, *fields, *others}
+    refuse_unknown(hf, known | (rope_keys(kind) if "rope_theta" in fields_read else set()))
     config = kind(**values)
-    for problem in inconsistencies(config):
-        raise ValueError(f"config.json: {problem}")
+    for field, annotation in annotations(kind).items():
+        for relation in getattr(annotation, "__metadata__", ()):
+            if isinstance(relation, Relation) and (problem := relation.problem(field, config)):
+                raise ValueError(f"config.json: {problem}")
     return config
 
 
@@ -114,20 +114,20 @@ def read_fields(
     kind: type,
     values: Mapping[str, Any],
     where: str = "",
-    given: Mapping[str, Any] = NOTHING,
-    derived: Mapping[str, Derive] = NOTHING,
+    fields_read: Mapping[str, Any] = NOTHING,
+    if_missing: Mapping[str, Derive] = NOTHING,
 ) -> dict[str, Any]:
-    """The fields of `kind`, from an object that is config.json or its part `where`."""
-    fields = dict(given)
+    """The fields of `kind`, from config.json or from the object in it that is called `where`."""
+    fields = dict(fields_read)
     for name, annotation in annotations(kind).items():
-        if name in given:
+        if name in fields_read:
             continue
         other = second_name(kind, name)
         key = spelling(values, name, other)
         if values.get(key) is not None:
             fields[name] = checked(values[key], annotation, where + key)
-        elif name in derived:
-            fields[name] = derived[name](fields)
+        elif name in if_missing:
+            fields[name] = if_missing[name](fields)
         elif key in values:  # null
             fields[name] = checked(None, annotation, where + key)
         elif name in kind._field_defaults:  # type: ignore[attr-defined]
@@ -142,13 +142,13 @@ def annotations(kind: type) -> dict[str, Any]:
 
 
 def second_name(kind: type, field: str) -> str:
-    """The other key under which an annotated field may stand, or its name."""
+    """The other key that an annotated field may have, or else the field's own name."""
     extras = getattr(annotations(kind)[field], "__metadata__", ())
     return next((extra for extra in extras if isinstance(extra, str)), field)
 
 
 def spelling(values: Mapping[str, Any], field: str, other: str) -> str:
-    """Under which of its two keys a field stands; ValueError if under both, and differently."""
+    """Which of its two keys a field has. ValueError if it has both, with different values."""
     if values.get(other) is None:
         return field
     if values.get(field) is not None and not same(values[field], values[other]):
@@ -159,19 +159,20 @@ def spelling(values: Mapping[str, Any], field: str, other: str) -> str:
     return other
 
 
-def check_only(values: Mapping[str, Any], only: Mapping[str, Any], where: str = "") -> None:
-    """ValueError for a setting of config.json, or of its part `where`, with another value than the
-    one, or the tuple of them, that a model file implements."""
-    for key, accepted in only.items():
-        accepted = accepted if isinstance(accepted, tuple) else (accepted,)
-        if key in values and not any(same(values[key], x) for x in accepted):
-            raise refusal(where + key, values[key], accepted)
+def check_accepted(values: Mapping[str, Any], accepted: Mapping[str, Any], where: str = "") -> None:
+    """ValueError for a setting whose value is not the one (or in the tuple) that is implemented."""
+    for key, one in accepted.items():
+        several = one if isinstance(one, tuple) else (one,)
+        if key in values and not any(same(values[key], x) for x in several):
+            raise refusal(where + key, values[key], several)
 
 
 def refuse_unknown(values: Mapping[str, Any], known: Collection[str], where: str = "") -> None:
-    """ValueError names a key of config.json, or of its part `where`, that is not known. In
-    config.json itself null says nothing; in a part it may: of `rope_parameters`, that the layers of
-    one type rotate nothing."""
+    """ValueError names a key that is not known.
+
+    A null in config.json itself says nothing. In a part of it a null may: in `rope_parameters` it
+    says that the layers of one type rotate nothing.
+    """
     for key, value in values.items():
         if key not in known and (where or value is not None):
             name = where + show(key)[1:-1]  # one short line, whatever the key is
@@ -180,7 +181,7 @@ def refuse_unknown(values: Mapping[str, Any], known: Collection[str], where: str
             )
 
 
-SHORT = reprlib.Repr()  # which follows lists within lists only so far
+SHORT = reprlib.Repr()  # follows nested lists to a limited depth
 SHORT.maxstring = SHORT.maxother = 60
 
 
@@ -198,15 +199,17 @@ def refusal(key: str, value: Any, accepted: Collection[Any]) -> ValueError:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal and of one type: to Python, True is 1."""
+    """Equal, and of the same type: to Python, True equals 1."""
     return type(a) is type(b) and a == b
 
 
 def checked(value: Any, annotation: Any, where: str) -> Any:
-    """`value` as a field's annotation wants it; ValueError if it cannot be."""
+    """`value` as the field's annotation wants it. ValueError if the rule does not accept it."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         kind, rule = args[:2]
+        if not isinstance(rule, Rule):
+            return checked(value, kind, where)
         if not rule.accepts(value):
             raise ValueError(f"config.json: {where}={show(value)} must be {rule.must_be}")
         return kind(value)
@@ -228,37 +231,15 @@ def checked(value: Any, annotation: Any, where: str) -> Any:
     raise TypeError(f"no rule for {annotation}")
 
 
-def inconsistencies(config: Any) -> Iterator[str]:
-    """The conditions between fields, in one place."""
-    get: Callable[[str], Any] = lambda name: getattr(config, name, None)
-    heads, kv_heads = get("num_attention_heads"), get("num_key_value_heads")
-    if kv_heads and heads % kv_heads:
-        yield f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
-    for name in ("num_hidden_layers", "num_attention_heads", *EXPERTS):
-        if (get(name) or 0) > MOST:
-            yield f"{name}={get(name)} is more than {MOST}"
-    layers, kinds = get("num_hidden_layers"), get("layer_types")
-    if kinds is not None and len(kinds) != layers:
-        yield f"{len(kinds)} layer_types, but num_hidden_layers is {layers}"
-    experts, chosen = next(filter(None, map(get, EXPERTS)), 0), get("num_experts_per_tok")
-    if experts and chosen > experts:
-        yield f"num_experts_per_tok={chosen} of only {experts} experts"
-    groups, kept = get("n_group"), get("topk_group")
-    if groups and (experts % groups or experts < 2 * groups):
-        yield f"{experts} experts are not n_group={groups} equal groups of 2 or more"
-    elif groups and (kept > groups or chosen > kept * (experts // groups)):
-        yield f"topk_group={kept} of n_group={groups} groups have fewer than {chosen} experts"
-
-
 # ---- parts of config.json that several families have
 
 
-def text_config(hf: Mapping[str, Any], inert: Collection[str]) -> dict[str, Any]:
-    """The part of a multimodal config.json that says how text is computed. Beside it may stand the
-    `inert` keys, and nothing that changes how text is computed."""
-    only = ONLY | dict(tie_word_embeddings=False)
-    check_only(hf, only)
-    refuse_unknown(hf, {"model_type", "text_config", "vision_config", *inert, *only, *INERT})
+def text_config(hf: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
+    """The part of a multimodal config.json that says how text is computed. Next to it there may be
+    `ignored` keys, and nothing that changes how text is computed."""
+    accepted = ONLY | dict(tie_word_embeddings=False)
+    check_accepted(hf, accepted)
+    refuse_unknown(hf, {"model_type", "text_config", "vision_config", *ignored, *accepted, *INERT})
     text = hf.get("text_config")
     if not isinstance(text, Mapping):
         raise ValueError(f"config.json: text_config={show(text)} must be an object")
@@ -266,15 +247,15 @@ def text_config(hf: Mapping[str, Any], inert: Collection[str]) -> dict[str, Any]
 
 
 def is_fp8(hf: Mapping[str, Any], projections: Collection[str]) -> bool:
-    """Whether the `projections` are published in fp8: all of them, or none."""
+    """Whether the `projections` are published in fp8: all of them, or none of them."""
     needed = dict(weight_block_size=[FP8_BLOCK] * 2, activation_scheme="dynamic")
-    # Published files say fmt besides, of DeepSeek V3.1 scale_fmt (of its scales, which are powers
-    # of two, stored as float32), those that transformers 5 saved the others.
-    only = dict(
+    # Published files also have fmt. DeepSeek V3.1 has scale_fmt: its scales are powers of two,
+    # stored as float32. Files that transformers 5 saved have the others.
+    accepted = dict(
         fmt="e4m3", scale_fmt=("float", "ue8m0"), expert_dtype="fp8", modules_to_convert=None
     )
     kept = "modules_to_not_convert"
-    if not is_published_in("fp8", hf, needed, only, inert=(kept,)):
+    if not is_published_in("fp8", hf, needed, accepted, ignored=(kept,)):
         return False
     names = hf["quantization_config"].get(kept)
     names = [] if names is None else names
@@ -291,58 +272,77 @@ def is_published_in(
     method: str,
     hf: Mapping[str, Any],
     needed: Mapping[str, Any] = NOTHING,
-    only: Mapping[str, Any] = NOTHING,
-    inert: Collection[str] = (),
+    accepted: Mapping[str, Any] = NOTHING,
+    ignored: Collection[str] = (),
 ) -> bool:
-    """Whether `quantization_config` says that the weights are quantised by `method`; ValueError for
-    any other, and for other settings of it than `needed`, which it must all have, and `only`."""
+    """Whether `quantization_config` says that the weights are quantised by `method`.
+
+    ValueError for another method, if a setting of `needed` is missing or different, and for a
+    setting that is neither there, nor `accepted`, nor `ignored`.
+    """
     values, where = hf.get("quantization_config"), "quantization_config."
     if values is None:
         return False
     if not isinstance(values, Mapping):
         raise ValueError(f"config.json: {where[:-1]}={show(values)} must be an object")
     needed = {"quant_method": method} | dict(needed)
-    only = needed | dict(dequantize=False) | dict(only)
-    check_only(values, only, where)
+    accepted = needed | dict(dequantize=False) | dict(accepted)
+    check_accepted(values, accepted, where)
     for key in needed:
         if key not in values:
             raise missing(where + key)
-    refuse_unknown(values, {*only, *inert}, where)
+    refuse_unknown(values, {*accepted, *ignored}, where)
     return True
 
 
-ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
+def rope_keys(kind: type) -> set[str]:
+    """The keys of config.json that `read_rope` reads for a `Config` of this kind."""
+    fields = {"rope_theta", "partial_rotary_factor"} & annotations(kind).keys()
+    names = {second_name(kind, field) for field in fields}
+    return {"rope_scaling", "rope_parameters", *fields, *names}
 
 
 def read_rope(
+    kind: type,
     hf: Mapping[str, Any],
-    scalings: Mapping[str, type],
+    scalings: Mapping[str, type] = NOTHING,
+    *,
     theta: float,
     default: Mapping[str, Any] = NOTHING,
 ) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` (None, or a NamedTuple of its fields) in either spelling:
-    beside each other, or both in `rope_parameters`, which a `rope_scaling` overrides.
+    """The fields of `kind` that say how positions rotate: `rope_theta`, and if `kind` has them
+    `rope_scaling` (None, or a NamedTuple of its settings) and `partial_rotary_factor`.
 
-    `scalings` are the NamedTuples by type of scaling. `theta` and `default` are what the family
-    means where the file says nothing.
+    The settings are found in either spelling: next to each other, or all in `rope_parameters`,
+    which a `rope_scaling` overrides.
+
+    Args:
+      scalings: the NamedTuple of each type of scaling that is implemented.
+      theta: what the family means if the file gives no `rope_theta`.
+      default: what the family means if the file gives no settings.
     """
     where = "rope_parameters" if hf.get("rope_scaling") in (None, {}) else "rope_scaling"
     settings = default if hf.get(where) is None else hf[where]
     if not isinstance(settings, Mapping):
         raise ValueError(f"config.json: {where}={show(settings)} must be an object")
     where += "."
-    part, at = (settings, where) if "rope_theta" in settings else (hf, "")
-    base = checked(part.get("rope_theta", theta), Above1, at + "rope_theta")
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    known = {"rope_type", "type", "rope_theta"}
-    if kind == "default":
+    fields: dict[str, Any] = {}
+    for field, missing_value in dict(rope_theta=theta, partial_rotary_factor=1.0).items():
+        if field in annotations(kind):
+            part, at = (settings, where) if field in settings else (hf, "")
+            key = spelling(part, field, second_name(kind, field))
+            value = part.get(key, missing_value)
+            fields[field] = checked(value, annotations(kind)[field], at + key)
+    scaling = settings.get("rope_type", settings.get("type", "default"))
+    known = {"rope_type", "type", *fields}
+    if scaling == "default":
         refuse_unknown(settings, known, where)
-        return dict(rope_theta=base, rope_scaling=None)
-    if not isinstance(kind, str) or kind not in scalings:
-        raise refusal(f"{where}rope_type", kind, ("default", *scalings))
+        return fields | (dict(rope_scaling=None) if "rope_scaling" in annotations(kind) else {})
+    if not isinstance(scaling, str) or scaling not in scalings:
+        raise refusal(f"{where}rope_type", scaling, ("default", *scalings))
     if "max_position_embeddings" in hf:
         original = hf["max_position_embeddings"]
         settings = {"original_max_position_embeddings": original, **settings}
-    refuse_unknown(settings, known | annotations(scalings[kind]).keys(), where)
-    scaling = scalings[kind](**read_fields(scalings[kind], settings, where))
-    return dict(rope_theta=base, rope_scaling=scaling)
+    refuse_unknown(settings, known | annotations(scalings[scaling]).keys(), where)
+    values = read_fields(scalings[scaling], settings, where)
+    return fields | dict(rope_scaling=scalings[scaling](**values))

@@ -144,7 +144,7 @@ def is_stored(w: Any) -> bool:
     return type(w) in SPECS
 
 
-INT8 = Storage(quantize_weight, SPECS[Int8], ("matrix", "heads", "stack"), requantizes=(Fp8,))
+INT8 = Storage(quantize_weight, SPECS[Int8], ("matrix", "headwise", "stack"), requantizes=(Fp8,))
 # XLA's CPU compiler multiplies a few rows of float32 1.4 times faster with what is stored this way.
 TRANSPOSED = Storage(transpose_weight, SPECS[Transposed], ("matrix",))
 

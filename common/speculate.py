@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from common.kernels.dispatch import KERNEL_FREE, Impl
+from common.kernels.dispatch import AUTO, KERNEL_FREE
 from common.sampling import Sampling, sample
 from common.sharding import DATA, MODEL, P
 from common.weights import specs_like
@@ -59,7 +59,7 @@ def generate(
     *,
     config: Any,
     mesh: Mesh,
-    implementation: Impl = None,
+    implementation: str = AUTO,
 ) -> tuple[Any, Array, Array]:
     """`model.generate` for slots of which the K tokens after the newest are drafted.
 

@@ -21,7 +21,7 @@ class Weight(NamedTuple):
 
     shape: Shape  # of a matrix [out, in], however it is stored
     spec: PartitionSpec
-    kind: Literal["array", "matrix", "heads", "stack"]
+    kind: Literal["array", "matrix", "headwise", "stack"]
     published: type | None = None  # the storage in which a checkpoint holds it: Fp8, Mxfp4, ...
     dtype: DTypeLike | None = None  # its own, whatever the dtype of the model
     initial: float | None = None  # every number of a new one; None for random numbers
@@ -51,10 +51,10 @@ def matrix(shape: Shape, spec: PartitionSpec, published: type | None = None) -> 
     return Weight(shape, spec, "matrix", published)
 
 
-def heads(shape: Shape, spec: PartitionSpec, published: type | None = None) -> Any:
+def headwise_matrix(shape: Shape, spec: PartitionSpec, published: type | None = None) -> Any:
     """The matrices of all heads, one after the other [N * out, in]: `headwise` takes them, and
     `linear` takes them as one."""
-    return Weight(shape, spec, "heads", published)
+    return Weight(shape, spec, "headwise", published)
 
 
 def stack(shape: Shape, spec: PartitionSpec, published: type | None = None) -> Any:

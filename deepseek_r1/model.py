@@ -1,49 +1,60 @@
-"""DeepSeek V3 and R1 in one file: llama3 with attention that caches one latent vector a token in
-place of keys and values, and with MLPs of 256 experts, of which each token chooses 8.
+"""DeepSeek V3 and R1 in one file: llama3 with attention that caches one latent vector a token
+instead of keys and values, and with MLPs of 256 experts, of which each token uses 8.
 
 DeepSeek-V3 Technical Report, arXiv 2412.19437. What differs from llama3, per token and head n:
 
-    latent, k_rope = norm(L x), rope(K x)          cached, C and R numbers for all heads
-    q_nope, q_rope = Q_n[n] c, rope(Q_r[n] c)      c = norm(Q x), a bottleneck for all heads
-    q . k = q_nope . (W_k[n] latent) + q_rope . k_rope        and v = W_v[n] latent
-          = (W_k[n]^T q_nope) . latent + q_rope . k_rope     so decoding never makes keys
-    x += shared(norm(x)) + sum over a token's X experts e of p[e] * expert[e](norm(x))
-                                                   s = sigmoid(router(norm(x))); p are the X largest
-                                                   s + bias of the best groups, scaled without bias
-    rope turns neighbours; YaRN, which scales q . k too; fp8 matrices stay in fp8
+    q_nope, q_rope = wq[n] norm(wq_a x)            q_rope is rotated
+    latent, k_rope = wkv_a x                       cached, C + R numbers for all heads together: the
+                                                   latent is normed, k_rope is rotated
+    k_nope, v = wkv[n] latent                      the head's own keys and values
+    q . k = q_nope . k_nope + q_rope . k_rope
+          = (wk[n]^T q_nope) . latent + q_rope . k_rope        so decoding need not make keys
+    x += shared(h) + sum over the X experts e of a token of p[e] * expert[e](h)
+                                                   h = norm(x); s = sigmoid(router(h)); choose the X
+                                                   experts with the largest s + bias within the best
+                                                   groups; p is their s, normalised and scaled
+    rope rotates neighbours; YaRN scales q . k too; matrices published in fp8 stay in fp8
 
-Dimensions: B batch or slots, T query tokens, M = B * T, S cache positions, D model, N heads, Q and
-C ranks of queries and latents, R rotated numbers of a head, H those before them and R, W = C + R up
-to a multiple of 128, F MLP width, E experts, X of them a token has, G groups of them, V vocabulary.
-Inside `shard_map` N, F, E and V are what one device holds (the router knows all E), B is its slots,
-and S in a cache its positions.
+Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
+heads, Q and C ranks of queries and latents, U unrotated and R rotated numbers of a query or key (H
+= U + R), J numbers of a value, W = C + R rounded up to a multiple of 128, F MLP width, E experts, X
+experts of a token, G groups of experts, V vocabulary, L layers. Below, and in code inside
+`shard_map`, B, N, F, E and V are the parts that one device holds, and S in a cache; but the router
+scores all experts.
 
-Devices form a mesh of three axes. Slots are split over `data`. Heads, dense and shared MLPs and
-vocabulary are split over MODEL, the axes `expert` and `tensor` together; experts over `expert`, and
-each expert over `tensor`. The positions of a cache are split over `tensor`; what makes latents and
-queries out of x is whole on every device. One step of a device sends, over MODEL:
+Slots are split over the mesh axis `data`. Heads, dense and shared MLPs and vocabulary are split
+over MODEL, the axes `expert` and `tensor` together; experts over `expert`, and each expert's F over
+`tensor`. The positions of a cache are split over `tensor`. wq_a and wkv_a are replicated. In one
+step every device takes part in 2 L + 3 collectives over MODEL, and in up to 35 more if some slot
+samples (its temperature is above 0):
 
-    all-reduce [B, T, D]   once for the embedding and twice a layer, in the model's dtype
-    all-reduce [B]         twice, of 4 bytes: the largest logit, and the lowest id that has it
-    all-reduce [3, B]      35 times at most, of 4 bytes, to draw where a slot has a temperature
+    all-reduce [B, T, D]   2 L + 1, in the model's dtype: after the embedding, attention and MLP
+    all-reduce [B]         2, of 4 bytes a slot: the largest logit, and the lowest id that has it
+    all-reduce [3, B]      16 for top-k and 16 for top-p, float32: the search for a threshold
+    [B]                    3, of 4 bytes a slot: top-p's total, each device's share, the drawn id
 
-and over `tensor`, if that is more than 1, in each layer: to decode, the queries [B, T, N, C + R],
-float32 [B, T, N] and what attention made of them [B, T, N, C]; to prefill, the cache [B, S, W].
+If `tensor` has t > 1 devices, each layer adds collectives over `tensor`. For up to FEW_QUERIES (8)
+tokens a slot these are, in `attend_latent`,
 
-Layers are a tuple and a Python loop: `lax.scan` over stacked layers would copy the weights of each
-layer, on CPU always and on TPU where a kernel reads them. `block` is jitted so that it is traced
-once for each kind of layer.
+    all-gather [B, T, N t, C + R]    the queries of t devices, in the model's dtype
+    all-gather [t, B, T, N t]        log-sum-exps, float32
+    reduce-scatter [B, T, N, C]      the merged results, in the model's dtype
+
+and for more tokens, in `latent_rows`, an all-gather of the cache, [B, S t, W] in its dtype.
+
+`forward` loops over a tuple of layers. `lax.scan` over stacked layers would copy each layer's
+weights: always on CPU, and on TPU for a kernel. `block` is traced once for each kind of layer.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -51,27 +62,25 @@ from common.cache import (
     RowCache,
     append_latent,
     attend_latent,
-    check_insert,
-    copy_rows,
+    capacity_of,
+    copy_slots,
     empty_latent,
     latent_rows,
 )
 from common.config import SILU, is_fp8, read_config, read_rope
 from common.experts import group_by_expert, num_experts
 from common.kernels.decode_attention import FEW_QUERIES
-from common.kernels.dispatch import KERNEL_FREE, Impl
+from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Same, Table, fp8_table
 from common.quant import FP8_BLOCK, Fp8, Matrix, embed_rows, headwise, linear, out_features
-from common.ranges import Above1, AtLeast1, Count, Even, Index, Positive
+from common.ranges import Above1, AtLeast1, AtMost, Count, Even, GroupsOf, Index, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, P, Shards, round_up, split_heads
-from common.weights import array, bias, heads, matrix, norm, specs_like, stack
+from common.weights import array, bias, headwise_matrix, matrix, norm, specs_like, stack
 
-Array = jax.Array
-
-INNER_EPS = 1e-6  # of the norms in attention, whatever rms_norm_eps says
+INNER_EPS = 1e-6  # of the norms inside attention: the published code ignores rms_norm_eps there
 
 
 class Yarn(NamedTuple):
@@ -93,27 +102,27 @@ class Config(NamedTuple):
     vocab_size: Count
     hidden_size: Count
     intermediate_size: Count
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    q_lora_rank: Count | None  # None: queries come from x in one matrix
+    num_hidden_layers: UpTo10K
+    num_attention_heads: UpTo10K
+    q_lora_rank: Count | None  # None: no wq_a, wq makes queries from x
     kv_lora_rank: Count
     qk_nope_head_dim: Count
     qk_rope_head_dim: Even
     v_head_dim: Count
     rope_theta: Above1
     rope_scaling: Yarn | None
-    n_routed_experts: Count
+    n_routed_experts: UpTo10K
     n_shared_experts: Count
-    num_experts_per_tok: Count
+    num_experts_per_tok: Annotated[Count, AtMost("n_routed_experts")]
     moe_intermediate_size: Count
     first_k_dense_replace: Index  # layers before the first with experts
-    n_group: Count
+    n_group: Annotated[Count, GroupsOf("n_routed_experts", "topk_group", "num_experts_per_tok")]
     topk_group: Count
     norm_topk_prob: bool
     routed_scaling_factor: Positive
-    scoring_func: Literal["sigmoid", "softmax"]  # softmax, without a bias: DeepSeek V2
+    scoring_func: Literal["sigmoid", "softmax"]  # softmax, and no bias: DeepSeek V2
     fp8: bool  # quantization_config: the projections are published in 8-bit floats
-    num_nextn_predict_layers: Index = 1  # layers after the last that draft tokens, not loaded
+    num_nextn_predict_layers: Index = 1  # extra layers that draft tokens; mtp.py loads them
     rms_norm_eps: Positive = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: Count = 4096
@@ -129,13 +138,13 @@ class Mlp(NamedTuple):
 
 class Moe(NamedTuple):
     router: Array  # [E, D]
-    b_router: Array | None  # float32 [E], for the choice alone; None where scores are a softmax
+    b_router: Array | None  # float32 [E], for the choice alone; None if scores are a softmax
     experts: Mlp
     shared: Mlp
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array, or its form in int8, fp8 or 4 bits: `linear` takes any."""
+    """A Matrix is an array or, as the loader made it, an int8 or fp8 form: `linear` takes any."""
 
     attn_norm: Array  # [D]
     wq_a: Matrix | None  # [Q, D]
@@ -143,8 +152,8 @@ class Layer(NamedTuple):
     wq: Matrix  # [N * H, Q], or [N * H, D]
     wkv_a: Matrix  # [C + R, D]
     kv_norm: Array  # [C]
-    wkv: Matrix  # [N * (H - R + v_head_dim), C]: each head's W_k, then its W_v
-    wo: Matrix  # [D, N * v_head_dim]
+    wkv: Matrix  # [N * (U + J), C]: of each head wk [U, C], then wv [J, C]
+    wo: Matrix  # [D, N * J]
     mlp_norm: Array  # [D]
     mlp: Mlp | Moe
 
@@ -153,34 +162,36 @@ class Weights(NamedTuple):
     embed: Matrix  # [V, D]
     layers: tuple[Layer, ...]
     norm: Array  # [D]
-    head: Matrix | None  # [V, D]; None where it is the embedding
+    head: Matrix | None  # [V, D]; None if the embedding is the head too
 
 
 class DecodeState(NamedTuple):
-    """B slots, decoded together. A slot of length 0 is empty. Nothing reads what a cache holds at
-    or past a slot's length: of a finished slot `serve` sets the length to 0, and clears nothing."""
+    """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
+    slot's length to 0 and clears nothing: no one reads a cache at or past the length."""
 
-    cache: tuple[
-        RowCache, ...
-    ]  # of all heads together [latent | rotated key | zeros]: [B, 1, S, W]
+    cache: tuple[RowCache, ...]  # of each layer: latent, rotated key, zeros: [B, 1, S, W]
     length_B: Array  # int32: tokens in the cache
-    token_B: Array  # int32: the newest token, not in the cache yet
+    token_B: Array  # int32: the newest token, which is not in the cache yet
     sampling: Sampling  # arrays of [B]
 
 
 class Step(NamedTuple):
     """What all layers of one step share."""
 
-    end_B: Array  # int32: the position after the last of the T tokens, padding too; 0: append none
+    end_B: Array  # int32: length + T, counting padding; 0 if the slot is skipped
     cos: Array  # float32 [B, T, 1, R / 2]
     sin: Array
+    implementation: Impl  # of the kernels
 
 
 class Queries(NamedTuple):
-    """Of own heads."""
+    """The queries of own heads."""
 
-    nope: Array  # [B, T, N, H - R]
-    rope: Array  # rotated [B, T, N, R]
+    nope: Array  # [B, T, N, U]
+    rope: Array  # [B, T, N, R], rotated
+
+
+# ---- the mathematics: what one device computes, inside `shard_map`
 
 
 def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
@@ -191,21 +202,21 @@ def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
 
 
 def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndarray:
-    """YaRN, arXiv 2309.00071: pairs with more than beta_fast rotations in the original context keep
-    their frequency, those with fewer than beta_slow get 1 / factor of it, and a ramp lies between.
-    """
-    R = 2 * len(frequency)  # numbers of a head that are rotated
+    """YaRN, arXiv 2309.00071: pairs that rotate more than beta_fast times in the original context
+    keep their frequency, those that rotate less than beta_slow times get 1 / factor of it, and a
+    ramp blends the pairs in between."""
+    R = 2 * len(frequency)  # how many numbers of a head rotate
 
-    def pair(rotations: float) -> float:
-        """The index of the pair that makes `rotations` in the original context; not whole."""
+    def pair(turns: float) -> float:
+        """The fractional index of the pair that makes `turns` rotations in the original context."""
         context = yarn.original_max_position_embeddings
-        return R * math.log(context / (2 * math.pi * rotations)) / (2 * math.log(theta))
+        return R * math.log(context / (2 * math.pi * turns)) / (2 * math.log(theta))
 
     low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, R - 1)  # the published code has R here, not R / 2
-    width = high - low if high != low else 0.001
+    width = high - low if high != low else 0.001  # never 0 / 0
     ramp = np.clip((np.arange(R // 2) - low) / width, 0, 1)
     return (frequency * (1 - ramp) + frequency / yarn.factor * ramp).astype(np.float32)
 
@@ -221,12 +232,12 @@ def rope_frequencies(config: Config) -> np.ndarray:
 
 
 def magnitude(factor: float, mscale: float) -> float:
-    """YaRN's growth of attention with the context: 1 where that is not stretched."""
+    """How much YaRN raises scores for a context that is stretched by `factor`; 1 if it is not."""
     return 0.1 * mscale * math.log(factor) + 1
 
 
 def attention_factor(yarn: Yarn | None) -> float:
-    """What YaRN multiplies cos and sin by."""
+    """YaRN multiplies cos and sin by this."""
     if yarn is None:
         return 1.0
     if yarn.attention_factor is not None:
@@ -237,7 +248,7 @@ def attention_factor(yarn: Yarn | None) -> float:
 
 
 def softmax_scale(config: Config) -> float:
-    """What multiplies q . k, all H numbers of it: YaRN's second factor is in it, squared."""
+    """Multiplies q . k, the unrotated part too. YaRN's second factor is in it, squared."""
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     yarn = config.rope_scaling
     if yarn is None or not yarn.mscale_all_dim:
@@ -246,96 +257,105 @@ def softmax_scale(config: Config) -> float:
 
 
 def rotary(position_BT: Array, config: Config) -> tuple[Array, Array]:
-    """cos and sin of each position's angles, float32 [B, T, 1, R / 2]."""
+    """cos and sin of the angles of each position, float32 [B, T, 1, R / 2]."""
     angle = position_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
     factor = attention_factor(config.rope_scaling)
-    # Else XLA's CPU compiler computes them again in each layer, for each head.
+    # Without the barrier, XLA on CPU recomputes cos and sin in every layer, for every head.
     return lax.optimization_barrier((jnp.cos(angle) * factor, jnp.sin(angle) * factor))
 
 
 def rotate(x_BTNR: Array, step: Step) -> Array:
-    """Rotates element 2 i with element 2 i + 1, by the angle of their position. Of the result the
-    even ones stand before the odd ones, in queries and keys alike, which no product notices."""
+    """Rotates each pair of elements 2 i and 2 i + 1 by the angle of its position. The output holds
+    the even elements first. Queries and keys are permuted alike, so q . k is unchanged."""
     cos, sin = step.cos.astype(x_BTNR.dtype), step.sin.astype(x_BTNR.dtype)
     a, b = x_BTNR[..., 0::2], x_BTNR[..., 1::2]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
-    """Each device looks up the ids that it holds, and has zeros for the others."""
+    """Each device looks up the ids that it holds. Other ids give zeros."""
     local_BT = tokens_BT - lax.axis_index(MODEL) * out_features(table_VD)
     x_BTD = embed_rows(table_VD, local_BT, dtype)
     return lax.psum(x_BTD, MODEL)  # partial: own ids -> replicated
 
 
-def queries(x_BTD: Array, layer: Layer, step: Step, config: Config) -> Queries:
+def queries(x: Array, layer: Layer, step: Step, config: Config) -> Queries:
+    """The queries of x [B, T, D]."""
+    (B, T, _), U, R = x.shape, config.qk_nope_head_dim, config.qk_rope_head_dim
     if layer.wq_a is not None and layer.q_norm is not None:
-        x_BTD = rms_norm(linear(x_BTD, layer.wq_a), layer.q_norm, INNER_EPS)
-    nope = config.qk_nope_head_dim
-    q_BTNH = linear(x_BTD, layer.wq)
-    q_BTNH = q_BTNH.reshape(*x_BTD.shape[:2], -1, nope + config.qk_rope_head_dim)
-    return Queries(q_BTNH[..., :nope], rotate(q_BTNH[..., nope:], step))
+        x = rms_norm(linear(x, layer.wq_a), layer.q_norm, INNER_EPS)  # [B, T, Q]
+    q_BTNH = linear(x, layer.wq).reshape(B, T, -1, U + R)
+    return Queries(q_BTNH[..., :U], rotate(q_BTNH[..., U:], step))
 
 
 def latents(x_BTD: Array, layer: Layer, step: Step, config: Config) -> Array:
-    """What is cached of each token for all heads, [latent | rotated key]: [B, T, C + R]."""
-    C, row_BTC = config.kv_lora_rank, linear(x_BTD, layer.wkv_a)
-    latent_BTC = rms_norm(row_BTC[..., :C], layer.kv_norm, INNER_EPS)
-    k_BTR = rotate(row_BTC[:, :, None, C:], step)[:, :, 0]
+    """What is cached of each token for all heads, latent and rotated key: [B, T, C + R]."""
+    latent_BTC, k_BTR = jnp.split(linear(x_BTD, layer.wkv_a), [config.kv_lora_rank], axis=-1)
+    latent_BTC = rms_norm(latent_BTC, layer.kv_norm, INNER_EPS)
+    k_BTR = rotate(k_BTR[:, :, None], step)[:, :, 0]  # as one head
     return jnp.concatenate([latent_BTC, k_BTR], axis=-1)
 
 
 def attention(
-    x_BTD: Array, layer: Layer, cache: RowCache, step: Step, config: Config, implementation: Impl
+    x_BTD: Array, layer: Layer, cache: RowCache, step: Step, config: Config
 ) -> tuple[Array, RowCache]:
-    """Appends T tokens to the cache, and each attends to all up to itself. Returns the sum over own
-    heads [B, T, D], and the cache. Few queries attend to the latents as they are (absorbed), many
-    to keys and values made of them (expanded): the same numbers. Scores and softmax are float32."""
+    """Appends T tokens to the cache; each attends to all positions up to its own. Returns the sum
+    over own heads [B, T, D], and the cache. For one slot `expanded` computes
+
+        k_SNU, v_SNJ = (jnp.einsum("sc,nuc->snu", latent_SC, w) for w in (wk_NUC, wv_NJC))
+        rope_NTS = jnp.einsum("tnr,sr->nts", q_rope_TNR, k_rope_SR)
+        score_NTS = (jnp.einsum("tnu,snu->nts", q_nope_TNU, k_SNU) + rope_NTS) * scale
+        seen_TS = jnp.arange(S) <= end + jnp.arange(-T, 0)[:, None]
+        p_NTS = jax.nn.softmax(jnp.where(seen_TS, score_NTS, -jnp.inf))
+        o_TNJ = jnp.einsum("nts,snj->tnj", p_NTS, v_SNJ)
+
+    and `absorbed` computes the same numbers without making keys and values:
+
+        q_TNC = jnp.einsum("tnu,nuc->tnc", q_nope_TNU, wk_NUC)
+        score_NTS = (jnp.einsum("tnc,sc->nts", q_TNC, latent_SC) + rope_NTS) * scale
+        o_TNC = jnp.einsum("nts,sc->tnc", p_NTS, latent_SC)
+        o_TNJ = jnp.einsum("tnc,njc->tnj", o_TNC, wv_NJC)
+
+    Up to FEW_QUERIES (8) queries a slot use `absorbed`: reading the cache takes the time then. More
+    use `expanded`, whose products are shorter. Scores and softmax are float32: rounded to bfloat16,
+    a score near 50 is off by up to 0.125, and its probability by 13 %. A window or a chunk would be
+    a later first position: `starts` of `ragged_decode_attention`, `window` of `prefill_attention`.
+    """
     B, T, _ = x_BTD.shape
     q = queries(x_BTD, layer, step, config)
     cache = append_latent(cache, latents(x_BTD, layer, step, config), step.end_B - T)
-    attend = absorbed if T <= FEW_QUERIES else expanded
-    o_BTNH = attend(q, layer, cache, step, config, implementation)
-    return linear(o_BTNH.reshape(B, T, -1), layer.wo), cache
+    o_BTNJ = (absorbed if T <= FEW_QUERIES else expanded)(q, layer, cache, step, config)
+    return linear(o_BTNJ.reshape(B, T, -1), layer.wo), cache
 
 
-def absorbed(
-    q: Queries, layer: Layer, cache: RowCache, step: Step, config: Config, implementation: Impl
-) -> Array:
-    """W_k goes to the query and W_v to the result: attention with C + R numbers in the place of
-    keys, of which the first C are the values too. [B, T, N, v_head_dim]."""
-    k_rows, v_rows = slice(config.qk_nope_head_dim), slice(config.qk_nope_head_dim, None)
-    q_latent = headwise(q.nope, layer.wkv, k_rows, transpose=True)
+def absorbed(q: Queries, layer: Layer, cache: RowCache, step: Step, config: Config) -> Array:
+    """wk is applied to the query, and wv to the result: [B, T, N, J]. A latent is the value, and
+    together with k_rope the key."""
+    U, options = config.qk_nope_head_dim, dict(v_dim=config.kv_lora_rank)
+    q_BTNC = headwise(q.nope, layer.wkv, slice(U), transpose=True)
+    q_BTNW = jnp.concatenate([q_BTNC, q.rope], axis=-1)
     o_BTNC = attend_latent(
-        jnp.concatenate([q_latent, q.rope], axis=-1),
-        cache,
-        step.end_B,
-        v_dim=config.kv_lora_rank,
-        scale=softmax_scale(config),
-        implementation=implementation,
+        q_BTNW, cache, step.end_B, step.implementation, scale=softmax_scale(config), **options
     )
-    return headwise(o_BTNC, layer.wkv, v_rows)
+    return headwise(o_BTNC, layer.wkv, slice(U, None))
 
 
-def expanded(
-    q: Queries, layer: Layer, cache: RowCache, step: Step, config: Config, implementation: Impl
-) -> Array:
-    """Every device makes the keys and values of its own heads of all positions of the cache, which
-    the devices of `tensor` gather. [B, T, N, v_head_dim]."""
-    C, nope = config.kv_lora_rank, config.qk_nope_head_dim
-    rows_BSC = latent_rows(cache, q.nope.dtype)  # own positions -> all
-    B, S, _ = rows_BSC.shape
-    kv_BNSH = linear(rows_BSC[..., :C], layer.wkv)
-    kv_BNSH = kv_BNSH.reshape(B, S, -1, nope + config.v_head_dim).swapaxes(1, 2)
-    R = q.rope.shape[-1]
-    k_rope = jnp.broadcast_to(rows_BSC[:, None, :, C : C + R], (B, kv_BNSH.shape[1], S, R))
+def expanded(q: Queries, layer: Layer, cache: RowCache, step: Step, config: Config) -> Array:
+    """The devices of `tensor` gather the cache; each then makes keys and values for its own heads.
+    [B, T, N, J]."""
+    C, U, R = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
+    rows_BSW = latent_rows(cache, q.nope.dtype)  # own positions -> all
+    B, S, _ = rows_BSW.shape
+    kv = linear(rows_BSW[..., :C], layer.wkv).reshape(B, S, -1, U + config.v_head_dim)
+    k_BNSU, v_BNSJ = jnp.split(kv.swapaxes(1, 2), [U], axis=-1)
+    k_rope = jnp.broadcast_to(rows_BSW[:, None, :, C : C + R], (*k_BNSU.shape[:3], R))
     return prefill_attention(
         jnp.concatenate(q, axis=-1),
-        jnp.concatenate([kv_BNSH[..., :nope], k_rope], axis=-1),
-        kv_BNSH[..., nope:],
+        jnp.concatenate([k_BNSU, k_rope], axis=-1),
+        v_BNSJ,
         step.end_B,
         scale=softmax_scale(config),
-        implementation=implementation,
+        implementation=step.implementation,
     )
 
 
@@ -346,93 +366,72 @@ def mlp(x_BTD: Array, w: Mlp) -> Array:
 
 
 def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
-    """The weights of each token's experts, and which of all E they are: both [M, X]. In float32.
-
-    The bias decides which experts are chosen, and is no part of their weights.
-    """
+    """The weights of each token's experts, and their numbers among all E: both [M, X]. In float32.
+    The bias takes part in the choice of experts, and not in their weights."""
     logits_ME = linear(x_MD.astype(jnp.float32), w.router.astype(jnp.float32))
     if w.b_router is not None:
         s_ME = jax.nn.sigmoid(logits_ME)
         choice_ME = in_best_groups(s_ME + w.b_router, 2, config)
-    else:
+    else:  # DeepSeek V2
         s_ME = jax.nn.softmax(logits_ME)
         choice_ME = in_best_groups(s_ME, 1, config)
     expert_MX = lax.top_k(choice_ME, config.num_experts_per_tok)[1]
     weight_MX = jnp.take_along_axis(s_ME, expert_MX, axis=1)
     if config.norm_topk_prob:
-        weight_MX = weight_MX / (weight_MX.sum(axis=-1, keepdims=True) + 1e-20)
+        weight_MX = weight_MX / (weight_MX.sum(axis=-1, keepdims=True) + 1e-20)  # never 0 / 0
     return (weight_MX * config.routed_scaling_factor).astype(x_MD.dtype), expert_MX
 
 
 def in_best_groups(choice_ME: Array, best: int, config: Config) -> Array:
-    """-inf for the experts outside of a token's topk_group groups. A group is as good as the sum of
-    its `best` experts. Not 0: with negative biases that would win."""
+    """-inf for experts outside a token's topk_group best groups. The score of a group is the sum of
+    its `best` largest experts. -inf and not 0, which would win over experts with negative
+    biases."""
     choice_MGE = choice_ME.reshape(len(choice_ME), config.n_group, -1)
-    group_MG = lax.top_k(choice_MGE, best)[0].sum(axis=-1)
-    chosen_MX = lax.top_k(group_MG, config.topk_group)[1]
-    is_chosen_MG = (chosen_MX[..., None] == jnp.arange(config.n_group)).any(axis=1)
-    return jnp.where(is_chosen_MG[..., None], choice_MGE, -jnp.inf).reshape(choice_ME.shape)
+    score_MG = lax.top_k(choice_MGE, best)[0].sum(axis=-1)
+    group = lax.top_k(score_MG, config.topk_group)[1]  # [M, topk_group]
+    is_best_MG = (group[..., None] == jnp.arange(config.n_group)).any(axis=1)
+    return jnp.where(is_best_MG[..., None], choice_MGE, -jnp.inf).reshape(choice_ME.shape)
 
 
-def experts(x: Array, w: Mlp, dot: Callable[..., Array], config: Config) -> Array:
-    """Each row through the MLP of its expert; `dot` knows whose row it is."""
+def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
+    """Each row through the MLP of its expert. `dot` multiplies a row by its own expert's matrix."""
     return dot(jax.nn.silu(dot(x, w.w_gate)) * dot(x, w.w_up), w.w_down)
 
 
-def moe(x_BTD: Array, w: Moe, config: Config, implementation: Impl) -> Array:
-    """Every device routes all tokens of its slots, and computes what its own experts and its part
-    of the shared MLP add to them: partial sums over own experts and own part of F."""
+def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
+    """The weighted sum of each token's experts, and the shared MLP: partial sums over own experts
+    and own part of F. With expert(e, x) for the MLP of expert e, and y_MD = the shared MLP of x_MD
+    at first, it is
+
+        for m in range(M):
+            for p, e in zip(weight_MX[m], expert_MX[m]):
+                y_MD = y_MD.at[m].add(p * expert(e, x_MD[m]))
+
+    Every device routes all tokens of its slots, those of empty slots too, and sorts the M * X rows
+    by expert. It computes the rows of its own experts; the others give zeros."""
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     weight_MX, expert_MX = route(x_MD, w, config)
     groups = group_by_expert(expert_MX, num_experts(w.experts))
-    dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=implementation)
-    rows = x_MD[groups.token]  # [M * X, D], those of an expert one after the other
-    y_MXD = experts(rows, w.experts, dot, config)[groups.row]
+    dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=step.implementation)
+    y_MXD = experts(x_MD[groups.token], w.experts, dot)[groups.row]
     y_MD = (y_MXD * weight_MX[..., None]).sum(axis=1)
     return y_MD.reshape(x_BTD.shape) + mlp(x_BTD, w.shared)
 
 
-@partial(jax.jit, static_argnames=("config", "implementation"))
+@partial(jax.jit, static_argnames="config")
 def block(
-    x_BTD: Array, layer: Layer, cache: RowCache, step: Step, config: Config, implementation: Impl
+    x_BTD: Array, layer: Layer, cache: RowCache, step: Step, config: Config
 ) -> tuple[Array, RowCache]:
     h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
-    o_BTD, cache = attention(h_BTD, layer, cache, step, config, implementation)
+    o_BTD, cache = attention(h_BTD, layer, cache, step, config)
     x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own heads -> replicated
     h_BTD = rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps)
     if isinstance(layer.mlp, Moe):
-        o_BTD = moe(h_BTD, layer.mlp, config, implementation)
+        o_BTD = moe(h_BTD, layer.mlp, step, config)
     else:
         o_BTD = mlp(h_BTD, layer.mlp)
     x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own experts, own part of F -> replicated
     return x_BTD, cache
-
-
-def hidden(
-    weights: Weights,
-    cache: tuple[RowCache, ...],
-    tokens_BT: Array,
-    end_B: Array,
-    config: Config,
-    implementation: Impl,
-) -> tuple[Array, tuple[RowCache, ...]]:
-    """What the last layer gives, normalised [B, T, D]; and the cache with the tokens appended."""
-    step = Step(end_B, *rotary(positions(tokens_BT, end_B), config))
-    x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
-    for layer, layer_cache in zip(weights.layers, cache, strict=True):
-        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config, implementation)
-        caches.append(layer_cache)
-    return rms_norm(x_BTD, weights.norm, config.rms_norm_eps), tuple(caches)
-
-
-def positions(tokens_BT: Array, end_B: Array) -> Array:
-    T = tokens_BT.shape[1]
-    return end_B[:, None] - T + jnp.arange(T)
-
-
-def logits(x: Array, weights: Weights) -> Array:
-    """float32 logits [.., V] of the device's part of the vocabulary."""
-    return linear(x, weights.embed if weights.head is None else weights.head, jnp.float32)
 
 
 def forward(
@@ -441,37 +440,42 @@ def forward(
     tokens_BT: Array,
     end_B: Array,
     config: Config,
-    implementation: Impl = None,
+    implementation: str = AUTO,
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[RowCache, ...]]:
-    """One device's part of a step of T tokens a slot, of which the last is at position end_B - 1;
-    called inside `shard_map`.
+    """Appends T tokens to each slot, the last of them at position end_B - 1.
 
     Returns float32 logits of the device's part of the vocabulary, [B, T, V], or [B, V] of the token
-    at index last_B of each slot; and the cache with the tokens appended. Differentiable with
-    implementation="reference", as tools/train_embedded.py does it.
+    at index last_B of each slot; and the cache. Differentiable with implementation="reference". For
+    a loss, set padded ids, whose logit is 0, to -inf. The log-sum-exp then needs a `pmax` and a
+    `psum` of exponentials over MODEL, and the target's logit needs a `psum`.
     """
-    x, cache = hidden(weights, cache, tokens_BT, end_B, config, implementation)
-    return logits(x if last_B is None else x[jnp.arange(len(last_B)), last_B], weights), cache
+    position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
+    step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
+    x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
+    for layer, layer_cache in zip(weights.layers, cache, strict=True):
+        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config)
+        caches.append(layer_cache)
+    x = x_BTD if last_B is None else x_BTD[jnp.arange(len(last_B)), last_B]
+    x = rms_norm(x, weights.norm, config.rms_norm_eps)
+    head = weights.embed if weights.head is None else weights.head
+    return linear(x, head, jnp.float32), tuple(caches)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
-def prefill(
+def extend(
     weights: Weights,
     state: DecodeState,
     tokens_BT: Array,
     count_B: Array,
-    *,
     config: Config,
     mesh: Mesh,
-    implementation: Impl = None,
+    implementation: str = AUTO,
 ) -> DecodeState:
     """Appends the first count_B of T tokens to each slot, and samples the token after them.
 
-    A long prompt takes several calls: `serve` reads 512 tokens at a time, the rest padded to a
-    power of two. Only the last `token_B` counts. Tokens past count_B are padding: their keys land
-    past the slot's new length, or nowhere if that is past the capacity. A count of 0 leaves a slot
-    as it is. Each T, size and dtype is compiled once. `state` is donated: updated in place.
+    A count of 0 leaves a slot as it is. The tokens past count_B are padding. They are computed too,
+    but their keys land past the slot's new length, where nothing reads them, or are dropped past
+    the capacity, which length + count must not exceed.
     """
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
@@ -486,34 +490,40 @@ def prefill(
 
     in_specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
     check = implementation in KERNEL_FREE  # shard_map cannot check what a Pallas kernel replicates
-    step = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
-    return step(weights, state, tokens_BT, count_B)
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
+    return run(weights, state, tokens_BT, count_B)
 
 
-def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prompt` into slot slot_B[b] of the donated `state`, unless that is -1.
+STATIC = ("config", "mesh", "implementation")
+# Reads prompts: `serve` reads 512 tokens a call, pads the rest to a power of two, and uses the last
+# call's `token_B`. There is a program for each T, number of slots and dtype. `state` is donated.
+prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
-    Slots are counted within a data shard, and nothing moves from one shard to another. Both states
-    are on `mesh`, with the same capacity and dtype of cache. ValueError otherwise. Not in jit.
+
+def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
+    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`, unless that is -1.
+
+    Slots are numbered within a data shard, and nothing moves from one shard to another. ValueError
+    unless both states have the same mesh, capacity and dtype of cache. Not for use inside jit.
     """
-    check_insert(state, prompt, slot_B, mesh)
-    return copy_rows(state, prompt, slot_B, specs=STATE_SPEC, mesh=mesh)
+    return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
+@partial(jax.jit, static_argnames=STATIC, donate_argnames="state")
 def generate(
-    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: Impl = None
+    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: str = AUTO
 ) -> DecodeState:
-    """Appends the newest token of every filled slot, and samples the next. `state` is donated."""
-    static = dict(config=config, mesh=mesh, implementation=implementation)
-    count_B = (state.length_B > 0).astype(jnp.int32)
-    return prefill(weights, state, state.token_B[:, None], count_B, **static)
+    """Appends the newest token of each slot, and samples the next. Empty slots and full ones, whose
+    length is the capacity, stay as they are. `state` is donated."""
+    is_on_B = (state.length_B > 0) & (state.length_B < capacity_of(state.cache))
+    tokens_BT, count_B = state.token_B[:, None], is_on_B.astype(jnp.int32)
+    return extend(weights, state, tokens_BT, count_B, config, mesh, implementation)
 
 
 # ---- what a loader needs: config.json, shapes and partitions, empty states, published names
 
 
-# Published in fp8: all of these, or none.
+# Either all of these are published in fp8, or none.
 PROJECTIONS = {
     *("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
@@ -521,29 +531,31 @@ PROJECTIONS = {
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a parsed config.json; ValueError names a key or a value that is not known here."""
+    """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
     v2 = hf.get("model_type") == "deepseek_v2"
     scoring = "softmax" if v2 else "sigmoid"
-    only = dict(scoring_func=scoring, hidden_act=SILU, attention_bias=False, mlp_bias=False)
-    only |= dict(rope_interleave=True, moe_layer_freq=1)
-    given = read_rope(hf, {"yarn": Yarn}, theta=10000.0)
-    given |= dict(scoring_func=scoring, fp8=is_fp8(hf, PROJECTIONS))
+    # Refused: other router scores, another activation, biases, rotation of halves (i, i + R / 2),
+    # dense layers among those with experts, other ways to choose experts.
+    accepted = dict(scoring_func=scoring, hidden_act=SILU, attention_bias=False, mlp_bias=False)
+    accepted |= dict(rope_interleave=True, moe_layer_freq=1)
+    fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0)
+    fields |= dict(scoring_func=scoring, fp8=is_fp8(hf, PROJECTIONS))
     if v2:
-        only |= dict(norm_topk_prob=False, topk_method=("greedy", "group_limited_greedy"))
-        given |= dict(num_nextn_predict_layers=0)
+        accepted |= dict(norm_topk_prob=False, topk_method=("greedy", "group_limited_greedy"))
+        fields |= dict(num_nextn_predict_layers=0)
         if hf.get("topk_method", "greedy") == "greedy":
-            given |= dict(n_group=1, topk_group=1)
+            fields |= dict(n_group=1, topk_group=1)
     else:
-        only |= dict(topk_method="noaux_tc")
+        accepted |= dict(topk_method="noaux_tc")
     return read_config(
         Config,
         hf,
         model_types=("deepseek_v3", "deepseek_v2"),
-        given=given,
-        only=only,
-        repeats=dict(num_key_value_heads="num_attention_heads", head_dim="qk_rope_head_dim"),
-        read=("quantization_config", "n_group", "topk_group"),
-        inert=("aux_loss_alpha", "ep_size", "qk_head_dim", "seq_aux"),
+        fields_read=fields,
+        keys_read=("quantization_config", "n_group", "topk_group"),
+        accepted=accepted,
+        must_equal=dict(num_key_value_heads="num_attention_heads", head_dim="qk_rope_head_dim"),
+        ignored=("aux_loss_alpha", "ep_size", "qk_head_dim", "seq_aux"),
     )
 
 
@@ -556,15 +568,15 @@ STATE_SPEC = DecodeState(
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight: as published, or padded with zeros so that every split
-    dimension divides (in fp8, into whole blocks, whole heads together; `sample` never draws a
-    padded id). Experts must divide as they are."""
+    """Shape and partition of every weight, as published; but on a mesh every split dimension must
+    divide, so it is padded with zeros (fp8 to whole blocks, and whole heads; `sample` never draws a
+    padded id). The experts must divide."""
     c, n, fp8, Hv = config, shards.model, Fp8 if config.fp8 else None, config.v_head_dim
     D, E, V = c.hidden_size, c.n_routed_experts, round_up(c.vocab_size, n)
     Q, C, R, nope = c.q_lora_rank, c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim
     N = len(split_heads(c.num_attention_heads, c.num_attention_heads, n).query)
     while fp8 and n > 1 and any(N // n * x % FP8_BLOCK for x in (nope + R, nope + Hv, Hv)):
-        N += n
+        N += n  # heads of zeros, until each device's rows of wq, wkv and wo are whole blocks
     whole, out, into = P(None, None), P(MODEL, None), P(None, MODEL)  # split by output, or by input
 
     def width(F: int, parts: int) -> int:
@@ -595,7 +607,7 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
         wq=matrix((N * (nope + R), Q or D), out, fp8),
         wkv_a=matrix((C + R, D), whole, fp8),
         kv_norm=norm(C),
-        wkv=heads((N * (nope + Hv), C), out, fp8),
+        wkv=headwise_matrix((N * (nope + Hv), C), out, fp8),
         wo=matrix((D, N * Hv), into, fp8),
         mlp_norm=norm(D),
         mlp=moe,
@@ -613,7 +625,7 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions, or the next number that divides over `tensor`, with a
+    """Empty slots of `capacity` positions, rounded up to a multiple of the `tensor` axis, with a
     cache of `dtype`: a float, fp8 or int8."""
     width = config.kv_lora_rank + config.qk_rope_head_dim
     shape = (slots, round_up(capacity, shards.tensor), width)
@@ -626,8 +638,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Stored name -> the weight that it becomes. Same: must equal that weight, and is dropped.
-    None: dropped. Any other name: ValueError."""
+    """Published name -> the weight that it becomes; the most specific row wins. Same must equal
+    that weight. Same and None are dropped. Other names: ValueError."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",
@@ -656,5 +668,6 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     }
     layers = config.num_hidden_layers
     for i in range(layers, layers + config.num_nextn_predict_layers):
-        table[f"model.layers.{i}.**"] = None  # layers that draft tokens
+        table[f"model.layers.{i}.**"] = None  # a layer that drafts tokens
+    # In fp8 each projection is stored as two tensors: values, and the scales of their blocks.
     return fp8_table(table, PROJECTIONS, shards) if config.fp8 else table

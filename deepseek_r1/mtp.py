@@ -1,14 +1,14 @@
 """Multi-token prediction: DeepSeek V3 with the layer that drafts the token after the next.
 
-DeepSeek-V3 Technical Report, arXiv 2412.19437, section 2.2. The layer that the files hold after the
-last one sees, for each token, what the model made of it and which token came next:
+DeepSeek-V3 Technical Report, arXiv 2412.19437, section 2.2. The published files hold one more layer
+after the last. For each token it takes the model's hidden vector x and the token that came next:
 
-    draft logits = head(norm(block(W [norm(embed(next token)) | norm(hidden)])))
+    draft logits = head(norm(block(proj [norm(embed(next token)) | norm(x)])))
 
-This module has the names of a model file, and stands in its place: `generate` appends the newest
-token and its draft in one step, and keeps the draft if it is what the model would have produced
-(`common.speculate`). So a step yields one token or two, and the text is that of model.py. The layer
-has a cache of its own, after those of the others.
+This module has the names of a model file and is used in its place. `generate` appends the newest
+token and its draft in one step. It keeps the draft if the model would have produced that token
+(`common.speculate`), so a step gives one token or two, and the text is that of model.py. The extra
+layer has a cache of its own, behind those of the other layers.
 """
 
 from functools import partial
@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from common.cache import RowCache, check_insert, copy_rows
-from common.kernels.dispatch import KERNEL_FREE, Impl
+from common.cache import RowCache, capacity_of, copy_slots
+from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.names import Table, fp8_table
 from common.quant import Matrix, linear
 from common.sampling import Sampling, sample
@@ -30,13 +31,11 @@ from common.weights import matrix, norm, specs_like
 from deepseek_r1 import model
 from deepseek_r1.model import Config, Layer
 
-Array = jax.Array
-
 
 class Mtp(NamedTuple):
-    """The layer that drafts; embedding and head are those of the model."""
+    """The layer that drafts. It uses the embedding and the head of the model."""
 
-    embed_norm: Array  # [D], of the next token's embedding
+    embed_norm: Array  # [D], for the embedding of the next token
     hidden_norm: Array  # [D]
     proj: Matrix  # [D, 2 * D]
     layer: Layer
@@ -44,7 +43,7 @@ class Mtp(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Those of model.py, and the layer that drafts."""
+    """The weights of model.py, and the layer that drafts."""
 
     embed: Matrix
     layers: tuple[Layer, ...]
@@ -54,13 +53,13 @@ class Weights(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """That of model.py, with a cache more and a draft."""
+    """The state of model.py, with one more cache and a draft."""
 
     cache: tuple[RowCache, ...]
     length_B: Array
     token_B: Array
     sampling: Sampling
-    draft_B: Array  # int32: what may come after the newest token
+    draft_B: Array  # int32: the drafted token, which may come after the newest
 
 
 STATE_SPEC = DecodeState(*model.STATE_SPEC, draft_B=P(DATA))
@@ -70,6 +69,33 @@ def without_mtp(weights: Weights) -> model.Weights:
     return model.Weights(*weights[:-1])
 
 
+def hidden(
+    weights: model.Weights,
+    cache: tuple[RowCache, ...],
+    tokens_BT: Array,
+    end_B: Array,
+    config: Config,
+    implementation: str,
+) -> tuple[Array, tuple[RowCache, ...]]:
+    """`forward` of model.py before its head: x [B, T, D], normalised; and the cache."""
+    x_BTD, caches = model.embed(weights.embed, tokens_BT, weights.norm.dtype), []
+    step = step_of(tokens_BT, end_B, config, implementation)
+    for layer, layer_cache in zip(weights.layers, cache, strict=True):
+        x_BTD, layer_cache = model.block(x_BTD, layer, layer_cache, step, config)
+        caches.append(layer_cache)
+    return model.rms_norm(x_BTD, weights.norm, config.rms_norm_eps), tuple(caches)
+
+
+def step_of(tokens_BT: Array, end_B: Array, config: Config, implementation: str) -> model.Step:
+    position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
+    return model.Step(end_B, *model.rotary(position_BT, config), Impl(implementation))
+
+
+def head(x: Array, weights: model.Weights) -> Array:
+    """float32 logits [.., V] of the device's part of the vocabulary."""
+    return linear(x, weights.embed if weights.head is None else weights.head, jnp.float32)
+
+
 def draft(
     x_BTD: Array,
     next_BT: Array,
@@ -77,16 +103,16 @@ def draft(
     cache: RowCache,
     end_B: Array,
     config: Config,
-    implementation: Impl,
+    implementation: str,
 ) -> tuple[Array, RowCache]:
-    """What the head makes drafts of, [B, T, D]: of each token's hidden x and of the token after it.
-    And the cache with the T tokens appended."""
+    """The input [B, T, D] of the head for drafts, from each token's hidden x and the token after
+    it. Appends the T tokens to the cache."""
     w, eps = weights.mtp, config.rms_norm_eps
     e_BTD = model.rms_norm(model.embed(weights.embed, next_BT, x_BTD.dtype), w.embed_norm, eps)
     h_BTD = model.rms_norm(x_BTD, w.hidden_norm, eps)
     x_BTD = linear(jnp.concatenate([e_BTD, h_BTD], axis=-1), w.proj)
-    step = model.Step(end_B, *model.rotary(model.positions(next_BT, end_B), config))
-    x_BTD, cache = model.block(x_BTD, w.layer, cache, step, config, implementation)
+    step = step_of(next_BT, end_B, config, implementation)
+    x_BTD, cache = model.block(x_BTD, w.layer, cache, step, config)
     return model.rms_norm(x_BTD, w.norm, eps), cache
 
 
@@ -96,10 +122,10 @@ def forward(
     tokens_BT: Array,
     end_B: Array,
     config: Config,
-    implementation: Impl = None,
+    implementation: str = AUTO,
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[RowCache, ...]]:
-    """That of model.py, which drafts nothing."""
+    """`forward` of model.py, which drafts nothing."""
     logits, own = model.forward(
         without_mtp(weights), cache[:-1], tokens_BT, end_B, config, implementation, last_B
     )
@@ -112,55 +138,58 @@ def both_logits(
     tokens_BT: Array,
     end_B: Array,
     config: Config,
-    implementation: Impl = None,
+    implementation: str = AUTO,
 ) -> tuple[tuple[Array, Array], tuple[RowCache, ...]]:
-    """Of T + 1 tokens, the logits and the draft logits [B, T, V] at all but the last, each of which
-    knows the token after it: for training and tests. Inside `shard_map`; end_B counts T tokens."""
+    """The logits and the draft logits [B, T, V] of the first T of T + 1 tokens; each draft knows
+    the token after its own. For training and tests. Called inside `shard_map`; end_B counts T
+    tokens."""
     main = without_mtp(weights)
-    x_BTD, own = model.hidden(main, cache[:-1], tokens_BT[:, :-1], end_B, config, implementation)
+    x_BTD, own = hidden(main, cache[:-1], tokens_BT[:, :-1], end_B, config, implementation)
     y_BTD, last = draft(x_BTD, tokens_BT[:, 1:], weights, cache[-1], end_B, config, implementation)
-    return (model.logits(x_BTD, main), model.logits(y_BTD, main)), (*own, last)
+    return (head(x_BTD, main), head(y_BTD, main)), (*own, last)
 
 
 def append(
     weights: Weights,
     state: DecodeState,
     tokens_BT: Array,
-    count_B: Array | None,
+    count_B: Array,
     config: Config,
-    implementation: Impl,
+    implementation: str,
+    drafted: bool,
 ) -> DecodeState:
-    """One device's part of `prefill`, whose first count_B tokens are known; and of `generate`,
-    whose tokens are the newest and its draft."""
+    """One device's part of both verbs; a count of 0 leaves a slot as it is. In `prefill` the first
+    count_B of T tokens are known. In `generate` they are the newest token and, `drafted`, one that
+    is kept only if it is right."""
     main, T = without_mtp(weights), tokens_BT.shape[1]
-    is_on = state.length_B > 0 if count_B is None else count_B > 0
-    end_B, row_B = jnp.where(is_on, state.length_B + T, 0), jnp.arange(len(tokens_BT))
-    x_BTD, own = model.hidden(main, state.cache[:-1], tokens_BT, end_B, config, implementation)
-    if count_B is None:
+    is_on_B = count_B > 0
+    end_B, row_B = jnp.where(is_on_B, state.length_B + T, 0), jnp.arange(len(tokens_BT))
+    x_BTD, own = hidden(main, state.cache[:-1], tokens_BT, end_B, config, implementation)
+    if drafted:
         new_BT, count_B = verify(
-            model.logits(x_BTD, main),
+            head(x_BTD, main),
             state.draft_B[:, None],
             state.sampling,
             state.length_B,
             config.vocab_size,
         )
-        count_B = jnp.where(is_on, count_B, 0)
+        count_B = jnp.where(is_on_B, count_B, 0)
         length_B = state.length_B + count_B
         token_B = new_BT[row_B, count_B - 1]
     else:
         length_B = state.length_B + count_B
-        logits_BV = model.logits(x_BTD[row_B, count_B - 1], main)
+        logits_BV = head(x_BTD[row_B, count_B - 1], main)
         token_B = sample(logits_BV, state.sampling, length_B, config.vocab_size, MODEL)
         new_BT = jnp.roll(tokens_BT, -1, axis=1).at[row_B, count_B - 1].set(token_B)
     y_BTD, last = draft(x_BTD, new_BT, weights, state.cache[-1], end_B, config, implementation)
-    logits_BV = model.logits(y_BTD[row_B, count_B - 1], main)
+    logits_BV = head(y_BTD[row_B, count_B - 1], main)
     draft_B = sample(logits_BV, state.sampling, length_B + 1, config.vocab_size, MODEL)
     return DecodeState(
         cache=(*own, last),
         length_B=length_B,
-        token_B=jnp.where(is_on, token_B, state.token_B),
+        token_B=jnp.where(is_on_B, token_B, state.token_B),
         sampling=state.sampling,
-        draft_B=jnp.where(is_on, draft_B, state.draft_B),
+        draft_B=jnp.where(is_on_B, draft_B, state.draft_B),
     )
 
 
@@ -173,46 +202,45 @@ def prefill(
     *,
     config: Config,
     mesh: Mesh,
-    implementation: Impl = None,
+    implementation: str = AUTO,
 ) -> DecodeState:
-    """That of model.py, and a draft. Where a prompt takes several calls, the last token of a call
-    is taken to be followed by what the model expects there: drafts suffer a little, not the text.
-    """
-    run = partial(append, config=config, implementation=implementation)
+    """`prefill` of model.py, and a draft. If a prompt takes several calls, the layer that drafts
+    takes the model's own guess for the token after the last one of a call. That can spoil a draft a
+    little, and never the text."""
+    run = partial(append, config=config, implementation=implementation, drafted=False)
     specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
     check = implementation in KERNEL_FREE
-    step = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=STATE_SPEC, check_vma=check)
-    return step(weights, state, tokens_BT, count_B)
+    run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=STATE_SPEC, check_vma=check)
+    return run(weights, state, tokens_BT, count_B)
 
 
-def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """That of model.py."""
-    check_insert(state, prompt, slot_B, mesh)
-    return copy_rows(state, prompt, slot_B, specs=STATE_SPEC, mesh=mesh)
+def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
+    """`insert` of model.py."""
+    return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
 def generate(
-    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: Impl = None
+    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: str = AUTO
 ) -> DecodeState:
-    """Appends the newest token of every filled slot and its draft, if that is right: a length grows
-    by 1 or by 2. `state` is donated."""
-
-    def run(weights: Weights, state: DecodeState) -> DecodeState:
-        tokens_BT = jnp.stack([state.token_B, state.draft_B], axis=1)
-        return append(weights, state, tokens_BT, None, config, implementation)
-
-    specs = (specs_like(weights, weight_layout(config)), STATE_SPEC)
+    """Appends the newest token of each slot, and its draft if that is right: a length grows by 1 or
+    2. Empty slots and full ones stay as they are. A draft that no longer fits is not cached, so the
+    caller must not take tokens beyond the capacity. `state` is donated."""
+    is_on_B = (state.length_B > 0) & (state.length_B < capacity_of(state.cache))
+    tokens_BT = jnp.stack([state.token_B, state.draft_B], axis=1)
+    run = partial(append, config=config, implementation=implementation, drafted=True)
+    specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
     check = implementation in KERNEL_FREE
-    step = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=STATE_SPEC, check_vma=check)
-    return step(weights, state)
+    run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=STATE_SPEC, check_vma=check)
+    return run(weights, state, tokens_BT, is_on_B.astype(jnp.int32))
 
 
 # ---- what a loader needs
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """That of model.py; ValueError also where the files hold no layer that drafts, or several."""
+    """`config_from_hf` of model.py; ValueError also if the files do not hold one layer that
+    drafts."""
     config = model.config_from_hf(hf)
     if (layers := config.num_nextn_predict_layers) != 1:
         raise ValueError(
@@ -222,7 +250,7 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """That of model.py, and the layer that drafts: like the last one."""
+    """`weight_layout` of model.py, and the layer that drafts, which is like the last layer."""
     main, D = model.weight_layout(config, shards), config.hidden_size
     mtp = Mtp(
         embed_norm=norm(D),
@@ -237,15 +265,15 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """That of model.py, with a cache more."""
+    """`init_state` of model.py, with one more cache."""
     main = model.init_state(config, slots, capacity, dtype, shards)
     cache = jax.tree.map(jnp.copy, main.cache[0])
     return DecodeState((*main.cache, cache), *main[1:], draft_B=jnp.zeros(slots, jnp.int32))
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """That of model.py, with rows for the layer that drafts. Its embedding and its head repeat the
-    model's, and are dropped."""
+    """`checkpoint_table` of model.py, with rows for the layer that drafts. Its embedding and its
+    head repeat those of the model, and are dropped."""
     table = model.checkpoint_table(config._replace(fp8=False))
     at = f"model.layers.{config.num_hidden_layers}."
     del table[f"{at}**"]

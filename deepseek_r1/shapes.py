@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from common.machines.chips import Slice
+
 
 def _yarn(**scales: float) -> dict[str, Any]:
     return dict(
@@ -101,9 +103,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 # A TPU slice that holds each size, the mesh on it, and whether weights are in int8. Caches are in
-# bf16: a TPU copies int8 latents once a step.
-SLICES: dict[str, tuple[str, str, str | None]] = {
-    "deepseek-v2-lite": ("v5e:2x4", "expert=8", None),
-    "deepseek-v2": ("v5e:4x8", "expert=32", "int8 weights"),
-    "deepseek-r1": ("v5e:8x8", "expert=64", "int8 weights"),
+# The cache stays in bfloat16: a TPU would copy int8 latents once a step.
+SLICES = {
+    "deepseek-v2-lite": Slice("v5e:2x4", "expert=8"),
+    "deepseek-v2": Slice("v5e:4x8", "expert=32", quant="int8"),
+    "deepseek-r1": Slice("v5e:8x8", "expert=64", quant="int8"),
 }

@@ -1,27 +1,30 @@
 """GPT-2 in one file: the decoder-only transformer from which all the others descend.
 
-Language Models are Unsupervised Multitask Learners, Radford et al. 2019. Text is a row of tokens,
-and for every token the model scores each of the V tokens that may come next (its logits). A token
-starts as a vector of D numbers: one looked up by what it is, plus one looked up by where it stands.
-Each layer adds to that vector twice, and each time reads it through a norm:
+Language Models are Unsupervised Multitask Learners, Radford et al. 2019. Text is a sequence of
+tokens. For each token the model computes a score (a logit) for each of the V tokens that may come
+next. A token starts as a vector x of D numbers: one vector looked up by its id, plus one looked up
+by its position. Each layer adds to x twice, and reads x through a norm each time:
 
     x += attention(norm(x))          N heads look at the tokens up to this one
     x += down(gelu(up(norm(x))))     looks at no other token
 
-The logits are the products of norm(x) with the table in which tokens were looked up. The keys and
-values of earlier tokens are kept: they are the cache. The other models here rotate queries and keys
-instead of adding positions, drop means and most biases, gate the MLP, and share keys and values.
+The logits are the products of norm(x) with the rows of the table in which ids were looked up. The
+keys and values of earlier tokens are kept: they are the cache. The other models here rotate queries
+and keys instead of adding positions, drop means and most biases, gate the MLP, and share keys and
+values among heads.
 
-Dimensions: B batch or slots, T query tokens, S cache positions, D model, N heads, K = N heads of
-keys and values, H head dimension, F MLP width, V vocabulary. Inside `shard_map` N, K, F and V are
-what one device holds, and B is its slots.
+Dimensions: B slots, T query tokens (1 when decoding), S cache positions, D model, N heads, K = N
+heads of keys and values (G = 1), H head dimension, F MLP width, V vocabulary, L layers. Below, and
+in code inside `shard_map`, B, N, K, F and V are the parts that one device holds.
 
-Devices form a mesh of three axes. Slots are split over `data`. Heads, MLP and vocabulary are split
-over MODEL, the axes `expert` and `tensor` together. One step of a device sends, over MODEL:
+Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split over MODEL, the axes
+`expert` and `tensor` together. In one step every device takes part in 2 L + 3 collectives over
+MODEL, and in up to 35 more if some slot samples (its temperature is above 0):
 
-    all-reduce [B, T, D]   once for the embedding and twice a layer, in the model's dtype
-    all-reduce [B]         twice, of 4 bytes: the largest logit, and the lowest id that has it
-    all-reduce [3, B]      35 times at most, of 4 bytes, to draw where a slot has a temperature
+    all-reduce [B, T, D]   2 L + 1, in the model's dtype: after the embedding, attention and MLP
+    all-reduce [B]         2, of 4 bytes a slot: the largest logit, and the lowest id that has it
+    all-reduce [3, B]      16 for top-k and 16 for top-p, float32: the search for a threshold
+    [B]                    3, of 4 bytes a slot: top-p's total, each device's share, the drawn id
 """
 
 from functools import partial
@@ -29,37 +32,38 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from common.cache import LayerCache, append, attend, check_insert, copy_rows, empty_cache
+from common.cache import LayerCache, append, attend, capacity_of, copy_slots, empty_cache
 from common.config import head_dim, read_config
-from common.kernels.dispatch import KERNEL_FREE, Impl
+from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.names import Order, Same, Table
 from common.quant import Matrix, Transposed, embed_rows, linear, out_features
-from common.ranges import Count, Positive
+from common.ranges import Count, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, MODEL, UNSPLIT, P, Shards, round_up, split_fused, split_heads
 from common.weights import array, bias, matrix, norm, specs_like
 
-Array = jax.Array
-
 
 class Config(NamedTuple):
-    """The fields of config.json that shape the computation, by common names and GPT-2's own."""
+    """The fields of config.json that shape the computation: the library's names, and GPT-2's
+    own."""
 
     vocab_size: Count
     hidden_size: Annotated[Count, "n_embd"]
-    intermediate_size: Annotated[Count, "n_inner"]  # 4 n_embd where missing or null
-    num_hidden_layers: Annotated[Count, "n_layer"]
-    num_attention_heads: Annotated[Count, "n_head"]
+    intermediate_size: Annotated[Count, "n_inner"]  # 4 n_embd if missing or null
+    num_hidden_layers: Annotated[UpTo10K, "n_layer"]
+    num_attention_heads: Annotated[UpTo10K, "n_head"]
     head_dim: Count  # n_embd / n_head
     max_position_embeddings: Annotated[Count, "n_positions"]
     layer_norm_epsilon: Positive = 1e-5
 
 
 class Layer(NamedTuple):
+    """A Matrix is an array or, as the loader made it, an int8 or fp8 form: `linear` takes any."""
+
     attn_norm: Array  # [D]
     attn_norm_bias: Array  # [D]
     w_qkv: Matrix  # [3 * N * H, D]: a device's queries, then its keys, then its values
@@ -75,7 +79,7 @@ class Layer(NamedTuple):
 
 
 class Weights(NamedTuple):
-    embed: Matrix  # [V, D], and the head. A Matrix is an array, or its int8 form
+    embed: Matrix  # [V, D]; the head too
     positions: Array  # [max_position_embeddings, D]
     layers: tuple[Layer, ...]
     norm: Array  # [D]
@@ -83,19 +87,23 @@ class Weights(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """B slots, decoded together. A slot of length 0 is empty. Nothing reads what a cache holds at
-    or past a slot's length: of a finished slot `serve` sets the length to 0, and clears nothing."""
+    """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
+    slot's length to 0 and clears nothing: no one reads a cache at or past the length."""
 
-    cache: tuple[LayerCache, ...]  # keys, and values: [B, K, S, H], or as one array
+    cache: tuple[LayerCache, ...]  # of each layer: keys, and values, [B, K, S, H]
     length_B: Array  # int32: tokens in the cache
-    token_B: Array  # int32: the newest token, not in the cache yet
+    token_B: Array  # int32: the newest token, which is not in the cache yet
     sampling: Sampling  # arrays of [B]
 
 
 class Step(NamedTuple):
     """What all layers of one step share."""
 
-    end_B: Array  # int32: the position after the last of the T tokens, padding too; 0: append none
+    end_B: Array  # int32: length + T, counting padding; 0 if the slot is skipped
+    implementation: Impl  # of the kernels
+
+
+# ---- the mathematics: what one device computes, inside `shard_map`
 
 
 def layer_norm(x: Array, weight_D: Array, bias_D: Array, eps: float) -> Array:
@@ -107,39 +115,46 @@ def layer_norm(x: Array, weight_D: Array, bias_D: Array, eps: float) -> Array:
 
 
 def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
-    """Each device looks up the ids that it holds, and has zeros for the others."""
+    """Each device looks up the ids that it holds. Other ids give zeros."""
     local_BT = tokens_BT - lax.axis_index(MODEL) * out_features(table_VD)
     x_BTD = embed_rows(table_VD, local_BT, dtype)
     return lax.psum(x_BTD, MODEL)  # partial: own ids -> replicated
 
 
 def attention(
-    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
+    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache, and each attends to all up to itself. Returns the sum over own
-    heads [B, T, D], without the bias, and the cache. Scores and softmax are float32 in `attend`,
-    which has arguments for windows, chunks and sinks too; a soft cap would be one more."""
-    B, T, _ = x_BTD.shape
+    """Appends T tokens to the cache; each attends to all positions up to its own. Returns the sum
+    over own heads [B, T, D], without the bias, and the cache. For one slot `attend` computes
+
+        score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
+        seen_TS = jnp.arange(S) <= end + jnp.arange(-T, 0)[:, None]
+        p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
+        o_TKGH = jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
+
+    Scores and softmax are float32: rounded to bfloat16, a score near 50 is off by up to 0.125, and
+    its probability by 13 %. `attend` also takes `window`, `chunk` and `sinks_N`."""
+    (B, T, _), H = x_BTD.shape, config.head_dim
     projections = jnp.split(linear(x_BTD, layer.w_qkv) + layer.b_qkv, 3, axis=-1)
-    q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, config.head_dim) for x in projections)
-    cache, scale = append(cache, k_BTKH, v_BTKH, step.end_B - T), config.head_dim**-0.5
-    o_BTNH = attend(q_BTNH, cache, step.end_B, scale=scale, implementation=implementation)
+    q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, H) for x in projections)
+    cache = append(cache, k_BTKH, v_BTKH, step.end_B - T)
+    o_BTNH = attend(q_BTNH, cache, step.end_B, step.implementation, scale=H**-0.5)
     return linear(o_BTNH.reshape(B, T, -1), layer.wo), cache
 
 
 def mlp(x_BTD: Array, layer: Layer) -> Array:
     """Partial sums over own part of F, without the bias."""
-    h_BTF = jax.nn.gelu(linear(x_BTD, layer.w_up) + layer.b_up, approximate=True)  # by tanh
+    h_BTF = jax.nn.gelu(linear(x_BTD, layer.w_up) + layer.b_up, approximate=True)  # tanh
     return linear(h_BTF, layer.w_down)
 
 
-@partial(jax.jit, static_argnames=("config", "implementation"))
+@partial(jax.jit, static_argnames="config")
 def block(
-    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
+    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
     h_BTD = layer_norm(x_BTD, layer.attn_norm, layer.attn_norm_bias, config.layer_norm_epsilon)
-    o_BTD, cache = attention(h_BTD, layer, cache, step, config, implementation)
-    # Without the brackets XLA's CPU compiler adds again wherever x is read.
+    o_BTD, cache = attention(h_BTD, layer, cache, step, config)
+    # Without the brackets, XLA on CPU repeats the additions wherever x is read.
     x_BTD = x_BTD + (lax.psum(o_BTD, MODEL) + layer.bo)  # partial: own heads -> replicated
     h_BTD = layer_norm(x_BTD, layer.mlp_norm, layer.mlp_norm_bias, config.layer_norm_epsilon)
     o_BTD = mlp(h_BTD, layer)
@@ -153,46 +168,43 @@ def forward(
     tokens_BT: Array,
     end_B: Array,
     config: Config,
-    implementation: Impl = None,
+    implementation: str = AUTO,
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
-    """One device's part of a step of T tokens a slot, of which the last is at position end_B - 1;
-    called inside `shard_map`.
+    """Appends T tokens to each slot, the last of them at position end_B - 1.
 
     Returns float32 logits of the device's part of the vocabulary, [B, T, V], or [B, V] of the token
-    at index last_B of each slot; and the cache with the tokens appended. Differentiable with
-    implementation="reference", as tools/train_embedded.py does it.
+    at index last_B of each slot; and the cache. Differentiable with implementation="reference". For
+    a loss, set padded ids, whose logit is 0, to -inf. The log-sum-exp then needs a `pmax` and a
+    `psum` of exponentials over MODEL, and the target's logit needs a `psum`.
     """
-    T = tokens_BT.shape[1]
-    # Where nothing is appended they are below 0, and padding may stand past the table's end.
-    position_BT = jnp.clip(end_B[:, None] - T + jnp.arange(T), 0, len(weights.positions) - 1)
+    position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
+    # A skipped slot has positions below 0, and padding may lie past the end of the table.
+    position_BT = jnp.clip(position_BT, 0, len(weights.positions) - 1)
     x_BTD = embed(weights.embed, tokens_BT, weights.norm.dtype) + weights.positions[position_BT]
-    step, caches = Step(end_B), []
+    step, caches = Step(end_B, Impl(implementation)), []
     for layer, layer_cache in zip(weights.layers, cache, strict=True):
-        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config, implementation)
+        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config)
         caches.append(layer_cache)
     x = x_BTD if last_B is None else x_BTD[jnp.arange(len(last_B)), last_B]
     x = layer_norm(x, weights.norm, weights.norm_bias, config.layer_norm_epsilon)
     return linear(x, weights.embed, jnp.float32), tuple(caches)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
-def prefill(
+def extend(
     weights: Weights,
     state: DecodeState,
     tokens_BT: Array,
     count_B: Array,
-    *,
     config: Config,
     mesh: Mesh,
-    implementation: Impl = None,
+    implementation: str = AUTO,
 ) -> DecodeState:
     """Appends the first count_B of T tokens to each slot, and samples the token after them.
 
-    A long prompt takes several calls: `serve` reads 512 tokens at a time, the rest padded to a
-    power of two. Only the last `token_B` counts. Tokens past count_B are padding: their keys land
-    past the slot's new length, or nowhere if that is past the capacity. A count of 0 leaves a slot
-    as it is. Each T, size and dtype is compiled once. `state` is donated: updated in place.
+    A count of 0 leaves a slot as it is. The tokens past count_B are padding. They are computed too,
+    but their keys land past the slot's new length, where nothing reads them, or are dropped past
+    the capacity, which length + count must not exceed.
     """
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
@@ -207,43 +219,50 @@ def prefill(
 
     in_specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
     check = implementation in KERNEL_FREE  # shard_map cannot check what a Pallas kernel replicates
-    step = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
-    return step(weights, state, tokens_BT, count_B)
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
+    return run(weights, state, tokens_BT, count_B)
 
 
-def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prompt` into slot slot_B[b] of the donated `state`, unless that is -1.
+STATIC = ("config", "mesh", "implementation")
+# Reads prompts: `serve` reads 512 tokens a call, pads the rest to a power of two, and uses the last
+# call's `token_B`. There is a program for each T, number of slots and dtype. `state` is donated.
+prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
-    Slots are counted within a data shard, and nothing moves from one shard to another. Both states
-    are on `mesh`, with the same capacity and dtype of cache. ValueError otherwise. Not in jit.
+
+def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
+    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`, unless that is -1.
+
+    Slots are numbered within a data shard, and nothing moves from one shard to another. ValueError
+    unless both states have the same mesh, capacity and dtype of cache. Not for use inside jit.
     """
-    check_insert(state, prompt, slot_B, mesh)
-    return copy_rows(state, prompt, slot_B, specs=STATE_SPEC, mesh=mesh)
+    return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
+@partial(jax.jit, static_argnames=STATIC, donate_argnames="state")
 def generate(
-    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: Impl = None
+    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: str = AUTO
 ) -> DecodeState:
-    """Appends the newest token of every filled slot, and samples the next. `state` is donated."""
-    static = dict(config=config, mesh=mesh, implementation=implementation)
-    count_B = (state.length_B > 0).astype(jnp.int32)
-    return prefill(weights, state, state.token_B[:, None], count_B, **static)
+    """Appends the newest token of each slot, and samples the next. Empty slots and full ones, whose
+    length is the capacity, stay as they are. `state` is donated."""
+    is_on_B = (state.length_B > 0) & (state.length_B < capacity_of(state.cache))
+    tokens_BT, count_B = state.token_B[:, None], is_on_B.astype(jnp.int32)
+    return extend(weights, state, tokens_BT, count_B, config, mesh, implementation)
 
 
 # ---- what a loader needs: config.json, shapes and partitions, empty states, published names
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a parsed config.json; ValueError names a key or a value that is not known here."""
+    """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
     scaling = dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
     return read_config(
         Config,
         hf,
         model_types=("gpt2",),
-        derived=dict(intermediate_size=lambda c: 4 * c["hidden_size"], head_dim=head_dim),
-        only=dict(activation_function="gelu_new", tie_word_embeddings=True) | scaling,
-        inert=("n_ctx", "reorder_and_upcast_attn"),  # scores are in float32 anyway
+        if_missing=dict(intermediate_size=lambda c: 4 * c["hidden_size"], head_dim=head_dim),
+        # Refused: another activation, a head that is not the embedding, other scales of scores.
+        accepted=dict(activation_function="gelu_new", tie_word_embeddings=True) | scaling,
+        ignored=("n_ctx", "reorder_and_upcast_attn"),  # scores are in float32 anyway
     )
 
 
@@ -256,8 +275,9 @@ STATE_SPEC = DecodeState(
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight: as published, or padded with zeros so that every split
-    dimension divides by `shards`. Matrices of the layers are stored as `Transposed`, [in, out]."""
+    """Shape and partition of every weight, as published; but on a mesh every split dimension must
+    divide, so it is padded with zeros (`sample` never draws a padded id). The matrices of the
+    layers are stored as `Transposed`, [in, out]."""
     c, n = config, shards.model
     NH = len(split_heads(c.num_attention_heads, c.num_attention_heads, n).query) * c.head_dim
     D, F, V = c.hidden_size, round_up(c.intermediate_size, n), round_up(c.vocab_size, n)
@@ -288,8 +308,8 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. Heads
-    whose width is no multiple of 128 have rows of value and key in one array, [B, K, S, 2 * H]."""
+    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. If H is
+    no multiple of 128, value and key share a row of one array [B, K, S, 2 * H] (`RowCache`)."""
     heads = split_heads(config.num_attention_heads, config.num_attention_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
     return DecodeState(
@@ -301,8 +321,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Stored name -> the weight that it becomes, and the order of its heads. Same: must equal that
-    weight, and is dropped. None: dropped. Any other name: ValueError."""
+    """Published name -> the weight that it becomes. An Order puts the heads of each device next to
+    each other. Same must equal that weight. Same and None are dropped. Other names: ValueError."""
     blocks = split_fused(config.num_attention_heads, shards.model)
     qkv = partial(Order, size=config.head_dim, blocks=blocks)
     table: Table = {

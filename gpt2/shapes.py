@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from common.machines.chips import Slice
+
 
 def _config(layers: int, width: int, heads: int) -> dict[str, Any]:
     return dict(
@@ -27,11 +29,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2-xl": _config(48, 1600, 25),
 }
 
-# A TPU slice that holds each size, the mesh on it, and whether weights and cache are in int8.
-SLICES: dict[str, tuple[str, str, str | None]] = {
-    "distilgpt2": ("v5e:2x2", "tensor=1", None),
-    "gpt2": ("v5e:2x2", "tensor=1", None),
-    "gpt2-medium": ("v5e:2x2", "tensor=4", None),
-    "gpt2-large": ("v5e:2x2", "tensor=4", None),
-    "gpt2-xl": ("v5e:2x2", "tensor=4", "int8"),
+SLICES = {
+    "distilgpt2": Slice("v5e:2x2", "tensor=1"),
+    "gpt2": Slice("v5e:2x2", "tensor=1"),
+    "gpt2-medium": Slice("v5e:2x2", "tensor=4"),
+    "gpt2-large": Slice("v5e:2x2", "tensor=4"),
+    "gpt2-xl": Slice("v5e:2x2", "tensor=4", quant="int8", kv_quant="int8"),
 }

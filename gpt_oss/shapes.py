@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from common.machines.chips import Slice
+
 
 def _config(layers: int, experts: int) -> dict[str, Any]:
     return dict(
@@ -41,8 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": _config(36, 128),
 }
 
-# A TPU slice that holds each size, the mesh on it, and whether weights and cache are in int8.
-SLICES: dict[str, tuple[str, str, str | None]] = {
-    "gpt-oss-20b": ("v5e:2x2", "expert=4", None),
-    "gpt-oss-120b": ("v5e:4x4", "expert=16", None),
+SLICES = {
+    "gpt-oss-20b": Slice("v5e:2x2", "expert=4"),
+    "gpt-oss-120b": Slice("v5e:4x4", "expert=16"),
 }

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from common.machines.chips import Slice
+
 
 def _k2(factor: int, context: int) -> dict[str, Any]:
     return dict(
@@ -60,7 +62,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "kimi-k2-instruct-0905": _k2(64, 262144),
 }
 
-# A TPU slice that holds each size, the mesh on it, and whether weights are in int8.
-SLICES: dict[str, tuple[str, str, str | None]] = {
-    "kimi-k2-instruct": ("v6e:8x8", "expert=64", None),
+SLICES = {
+    "kimi-k2-instruct": Slice("v6e:8x8", "expert=64"),
 }

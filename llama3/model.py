@@ -1,47 +1,47 @@
 """Llama 3 in one file: a decoder-only transformer with grouped-query attention and a gated MLP.
 
-The Llama 3 Herd of Models, arXiv 2407.21783. A layer adds to the residual stream twice:
+The Llama 3 Herd of Models, arXiv 2407.21783. Each layer adds to the residual stream x twice:
 
     x += attention(norm(x))                        N query heads share K rotated key/value heads
     x += down(silu(gate(norm(x))) * up(norm(x)))
 
-Dimensions: B batch or slots, T query tokens, S cache positions, D model, N query heads, K key/value
-heads, H head dimension, F MLP width, V vocabulary. Inside `shard_map` N, K, F and V are what one
-device holds, and B is its slots.
+Dimensions: B slots, T query tokens (1 when decoding), S cache positions, D model, N query heads, K
+key/value heads with G = N / K queries each, H head dimension, F MLP width, V vocabulary, L layers.
+Below, and in code inside `shard_map`, B, N, K, F and V are the parts that one device holds.
 
-Devices form a mesh of three axes. Slots are split over `data`. Heads, MLP and vocabulary are split
-over MODEL, the axes `expert` and `tensor` together. One step of a device sends, over MODEL:
+Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split over MODEL, the axes
+`expert` and `tensor` together. In one step every device takes part in 2 L + 3 collectives over
+MODEL, and in up to 35 more if some slot samples (its temperature is above 0):
 
-    all-reduce [B, T, D]   once for the embedding and twice a layer, in the model's dtype
-    all-reduce [B]         twice, of 4 bytes: the largest logit, and the lowest id that has it
-    all-reduce [3, B]      35 times at most, of 4 bytes, to draw where a slot has a temperature
+    all-reduce [B, T, D]   2 L + 1, in the model's dtype: after the embedding, attention and MLP
+    all-reduce [B]         2, of 4 bytes a slot: the largest logit, and the lowest id that has it
+    all-reduce [3, B]      16 for top-k and 16 for top-p, float32: the search for a threshold
+    [B]                    3, of 4 bytes a slot: top-p's total, each device's share, the drawn id
 
-Layers are a tuple and a Python loop: `lax.scan` over stacked layers would copy the weights of each
-layer, on CPU always and on TPU where a kernel reads them. `block` is jitted to be traced once.
+`forward` loops over a tuple of layers. `lax.scan` over stacked layers would copy each layer's
+weights: always on CPU, and on TPU for a kernel. `block` is jitted, so it is traced once.
 """
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from common.cache import LayerCache, append, attend, check_insert, copy_rows, empty_cache
+from common.cache import LayerCache, append, attend, capacity_of, copy_slots, empty_cache
 from common.config import SILU, all_heads, head_dim, read_config, read_rope
-from common.kernels.dispatch import KERNEL_FREE, Impl
+from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.names import Order, Same, Table
 from common.quant import Matrix, embed_rows, linear, out_features
-from common.ranges import Above1, AtLeast1, Count, Even, Positive
+from common.ranges import Above1, AtLeast1, Count, Divides, Even, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, MODEL, UNSPLIT, P, Shards, round_up, split_heads
 from common.weights import matrix, norm, specs_like
-
-Array = jax.Array
 
 
 class RopeScaling(NamedTuple):
@@ -59,9 +59,9 @@ class Config(NamedTuple):
     vocab_size: Count
     hidden_size: Count
     intermediate_size: Count
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count
+    num_hidden_layers: UpTo10K
+    num_attention_heads: UpTo10K
+    num_key_value_heads: Annotated[UpTo10K, Divides("num_attention_heads")]
     head_dim: Even
     rope_theta: Above1
     rope_scaling: RopeScaling | None
@@ -71,7 +71,7 @@ class Config(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array, or its form in int8, fp8 or 4 bits: `linear` takes any."""
+    """A Matrix is an array or, as the loader made it, an int8 or fp8 form: `linear` takes any."""
 
     attn_norm: Array  # [D]
     wq: Matrix  # [N * H, D]
@@ -88,25 +88,29 @@ class Weights(NamedTuple):
     embed: Matrix  # [V, D]
     layers: tuple[Layer, ...]
     norm: Array  # [D]
-    head: Matrix | None  # [V, D]; None where it is the embedding
+    head: Matrix | None  # [V, D]; None if the embedding is the head too
 
 
 class DecodeState(NamedTuple):
-    """B slots, decoded together. A slot of length 0 is empty. Nothing reads what a cache holds at
-    or past a slot's length: of a finished slot `serve` sets the length to 0, and clears nothing."""
+    """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
+    slot's length to 0 and clears nothing: no one reads a cache at or past the length."""
 
-    cache: tuple[LayerCache, ...]  # rotated keys, and values: [B, K, S, H], or as one array
+    cache: tuple[LayerCache, ...]  # of each layer: rotated keys, and values, [B, K, S, H]
     length_B: Array  # int32: tokens in the cache
-    token_B: Array  # int32: the newest token, not in the cache yet
+    token_B: Array  # int32: the newest token, which is not in the cache yet
     sampling: Sampling  # arrays of [B]
 
 
 class Step(NamedTuple):
     """What all layers of one step share."""
 
-    end_B: Array  # int32: the position after the last of the T tokens, padding too; 0: append none
+    end_B: Array  # int32: length + T, counting padding; 0 if the slot is skipped
     cos: Array  # float32 [B, T, 1, H / 2]
     sin: Array
+    implementation: Impl  # of the kernels
+
+
+# ---- the mathematics: what one device computes, inside `shard_map`
 
 
 def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
@@ -118,50 +122,57 @@ def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
 
 def rope_frequencies(config: Config) -> np.ndarray:
     """Radians per position of each pair (i, i + H / 2) of a head, [H / 2]. Scaling of type llama3
-    divides those of slow pairs by `factor`, keeps those of fast ones, and blends in between."""
+    divides the slow ones by `factor`, keeps the fast ones, and blends those in between."""
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
     frequency = (1.0 / np.float32(config.rope_theta) ** exponent).astype(np.float32)
     if config.rope_scaling is None:
         return frequency
     factor, low, high, original = config.rope_scaling
-    rotations = original * frequency / (2 * math.pi)  # of each pair in the original context
-    smooth = np.clip((rotations - low) / max(high - low, 1e-9), 0, 1)
+    rotations = original * frequency / (2 * math.pi)  # of each pair within the original context
+    smooth = np.clip((rotations - low) / max(high - low, 1e-9), 0, 1)  # 1e-9: never 0 / 0
     return ((1 - smooth) * frequency / factor + smooth * frequency).astype(np.float32)
 
 
 def rotary(position_BT: Array, config: Config) -> tuple[Array, Array]:
-    """cos and sin of each position's angles, float32 [B, T, 1, H / 2]."""
+    """cos and sin of the angles of each position, float32 [B, T, 1, H / 2]."""
     angle = position_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
-    # Else XLA's CPU compiler computes them again in each layer, for each head.
+    # Without the barrier, XLA on CPU recomputes cos and sin in every layer, for every head.
     return lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
 
 
 def rotate(x_BTNH: Array, step: Step) -> Array:
-    """Rotates element i of each head with element i + H / 2, by the angle of its position."""
+    """Rotates each pair of elements i and i + H / 2 of a head by the angle of its position."""
     cos, sin = step.cos.astype(x_BTNH.dtype), step.sin.astype(x_BTNH.dtype)
     a, b = jnp.split(x_BTNH, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
-    """Each device looks up the ids that it holds, and has zeros for the others."""
+    """Each device looks up the ids that it holds. Other ids give zeros."""
     local_BT = tokens_BT - lax.axis_index(MODEL) * out_features(table_VD)
     x_BTD = embed_rows(table_VD, local_BT, dtype)
     return lax.psum(x_BTD, MODEL)  # partial: own ids -> replicated
 
 
 def attention(
-    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
+    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache, and each attends to all up to itself. Returns the sum over own
-    heads [B, T, D], and the cache. Scores and softmax are float32 in `attend`, which has arguments
-    for windows, chunks and sinks too; a soft cap would be one more."""
-    B, T, _ = x_BTD.shape
+    """Appends T tokens to the cache; each attends to all positions up to its own. Returns the sum
+    over own heads [B, T, D], and the cache. For one slot `attend` computes
+
+        score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
+        seen_TS = jnp.arange(S) <= end + jnp.arange(-T, 0)[:, None]
+        p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
+        o_TKGH = jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
+
+    Scores and softmax are float32: rounded to bfloat16, a score near 50 is off by up to 0.125, and
+    its probability by 13 %. `attend` also takes `window`, `chunk` and `sinks_N`."""
+    (B, T, _), H = x_BTD.shape, config.head_dim
     projections = (linear(x_BTD, w) for w in (layer.wq, layer.wk, layer.wv))
-    q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, config.head_dim) for x in projections)
-    cache = append(cache, rotate(k_BTKH, step), v_BTKH, step.end_B - T)
-    q_BTNH, scale = rotate(q_BTNH, step), config.head_dim**-0.5
-    o_BTNH = attend(q_BTNH, cache, step.end_B, scale=scale, implementation=implementation)
+    q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, H) for x in projections)
+    q_BTNH, k_BTKH = rotate(q_BTNH, step), rotate(k_BTKH, step)
+    cache = append(cache, k_BTKH, v_BTKH, step.end_B - T)
+    o_BTNH = attend(q_BTNH, cache, step.end_B, step.implementation, scale=H**-0.5)
     return linear(o_BTNH.reshape(B, T, -1), layer.wo), cache
 
 
@@ -171,12 +182,12 @@ def mlp(x_BTD: Array, layer: Layer) -> Array:
     return linear(h_BTF, layer.w_down)
 
 
-@partial(jax.jit, static_argnames=("config", "implementation"))
+@partial(jax.jit, static_argnames="config")
 def block(
-    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
+    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
     h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
-    o_BTD, cache = attention(h_BTD, layer, cache, step, config, implementation)
+    o_BTD, cache = attention(h_BTD, layer, cache, step, config)
     x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own heads -> replicated
     h_BTD = rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps)
     o_BTD = mlp(h_BTD, layer)
@@ -190,22 +201,21 @@ def forward(
     tokens_BT: Array,
     end_B: Array,
     config: Config,
-    implementation: Impl = None,
+    implementation: str = AUTO,
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
-    """One device's part of a step of T tokens a slot, of which the last is at position end_B - 1;
-    called inside `shard_map`.
+    """Appends T tokens to each slot, the last of them at position end_B - 1.
 
     Returns float32 logits of the device's part of the vocabulary, [B, T, V], or [B, V] of the token
-    at index last_B of each slot; and the cache with the tokens appended. Differentiable with
-    implementation="reference", as tools/train_embedded.py does it.
+    at index last_B of each slot; and the cache. Differentiable with implementation="reference". For
+    a loss, set padded ids, whose logit is 0, to -inf. The log-sum-exp then needs a `pmax` and a
+    `psum` of exponentials over MODEL, and the target's logit needs a `psum`.
     """
-    T = tokens_BT.shape[1]
-    position_BT = end_B[:, None] - T + jnp.arange(T)
-    step = Step(end_B, *rotary(position_BT, config))
+    position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
+    step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
     for layer, layer_cache in zip(weights.layers, cache, strict=True):
-        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config, implementation)
+        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config)
         caches.append(layer_cache)
     x = x_BTD if last_B is None else x_BTD[jnp.arange(len(last_B)), last_B]
     x = rms_norm(x, weights.norm, config.rms_norm_eps)
@@ -213,23 +223,20 @@ def forward(
     return linear(x, head, jnp.float32), tuple(caches)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
-def prefill(
+def extend(
     weights: Weights,
     state: DecodeState,
     tokens_BT: Array,
     count_B: Array,
-    *,
     config: Config,
     mesh: Mesh,
-    implementation: Impl = None,
+    implementation: str = AUTO,
 ) -> DecodeState:
     """Appends the first count_B of T tokens to each slot, and samples the token after them.
 
-    A long prompt takes several calls: `serve` reads 512 tokens at a time, the rest padded to a
-    power of two. Only the last `token_B` counts. Tokens past count_B are padding: their keys land
-    past the slot's new length, or nowhere if that is past the capacity. A count of 0 leaves a slot
-    as it is. Each T, size and dtype is compiled once. `state` is donated: updated in place.
+    A count of 0 leaves a slot as it is. The tokens past count_B are padding. They are computed too,
+    but their keys land past the slot's new length, where nothing reads them, or are dropped past
+    the capacity, which length + count must not exceed.
     """
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
@@ -244,43 +251,54 @@ def prefill(
 
     in_specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
     check = implementation in KERNEL_FREE  # shard_map cannot check what a Pallas kernel replicates
-    step = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
-    return step(weights, state, tokens_BT, count_B)
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
+    return run(weights, state, tokens_BT, count_B)
 
 
-def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prompt` into slot slot_B[b] of the donated `state`, unless that is -1.
+STATIC = ("config", "mesh", "implementation")
+# Reads prompts: `serve` reads 512 tokens a call, pads the rest to a power of two, and uses the last
+# call's `token_B`. There is a program for each T, number of slots and dtype. `state` is donated.
+prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
-    Slots are counted within a data shard, and nothing moves from one shard to another. Both states
-    are on `mesh`, with the same capacity and dtype of cache. ValueError otherwise. Not in jit.
+
+def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
+    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`, unless that is -1.
+
+    Slots are numbered within a data shard, and nothing moves from one shard to another. ValueError
+    unless both states have the same mesh, capacity and dtype of cache. Not for use inside jit.
     """
-    check_insert(state, prompt, slot_B, mesh)
-    return copy_rows(state, prompt, slot_B, specs=STATE_SPEC, mesh=mesh)
+    return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
+@partial(jax.jit, static_argnames=STATIC, donate_argnames="state")
 def generate(
-    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: Impl = None
+    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: str = AUTO
 ) -> DecodeState:
-    """Appends the newest token of every filled slot, and samples the next. `state` is donated."""
-    static = dict(config=config, mesh=mesh, implementation=implementation)
-    count_B = (state.length_B > 0).astype(jnp.int32)
-    return prefill(weights, state, state.token_B[:, None], count_B, **static)
+    """Appends the newest token of each slot, and samples the next. Empty slots and full ones, whose
+    length is the capacity, stay as they are. `state` is donated."""
+    is_on_B = (state.length_B > 0) & (state.length_B < capacity_of(state.cache))
+    tokens_BT, count_B = state.token_B[:, None], is_on_B.astype(jnp.int32)
+    return extend(weights, state, tokens_BT, count_B, config, mesh, implementation)
 
 
 # ---- what a loader needs: config.json, shapes and partitions, empty states, published names
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a parsed config.json; ValueError names a key or a value that is not known here."""
+    """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
     return read_config(
         Config,
         hf,
         model_types=("llama",),
-        given=read_rope(hf, {"llama3": RopeScaling}, theta=10000.0),
-        derived=dict(num_key_value_heads=all_heads, head_dim=head_dim),
-        only=dict(hidden_act=SILU, attention_bias=False, mlp_bias=False, rope_interleaved=False),
-        inert=("is_llama_config", "max_sequence_length"),
+        fields_read=read_rope(Config, hf, {"llama3": RopeScaling}, theta=10000.0),
+        if_missing=dict(num_key_value_heads=all_heads, head_dim=head_dim),
+        accepted=dict(  # another value is refused; it would mean
+            hidden_act=SILU,  # another activation in the MLP
+            attention_bias=False,  # biases on q, k, v and o
+            mlp_bias=False,  # biases on gate, up and down
+            rope_interleaved=False,  # rotation of neighbours, elements 2 i and 2 i + 1
+        ),
+        ignored=("is_llama_config", "max_sequence_length"),
     )
 
 
@@ -293,9 +311,9 @@ STATE_SPEC = DecodeState(
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight: as published; or padded with zeros (`sample` never draws
-    a padded id), and key/value heads repeated where they are fewer than `shards`, so that every
-    split dimension divides."""
+    """Shape and partition of every weight, as published; but on a mesh every split dimension must
+    divide, so it is padded with zeros (`sample` never draws a padded id), and key/value heads are
+    repeated if they are fewer than `shards`."""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -323,8 +341,8 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. Heads
-    whose width is no multiple of 128 have rows of value and key in one array, [B, K, S, 2 * H]."""
+    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. If H is
+    no multiple of 128, value and key share a row of one array [B, K, S, 2 * H] (`RowCache`)."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
     return DecodeState(
@@ -336,8 +354,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Stored name -> the weight that it becomes, and the order of its heads. Same: must equal that
-    weight, and is dropped. None: dropped. Any other name: ValueError."""
+    """Published name -> the weight that it becomes. An Order puts the heads of each device next to
+    each other. Same must equal that weight. Same and None are dropped. Other names: ValueError."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     return {

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from common.machines.chips import Slice
+
 
 def _config(factor: float, **sizes: Any) -> dict[str, Any]:
     return dict(
@@ -75,11 +77,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }
 
-# A TPU slice that holds each size, the mesh on it, and whether weights and cache are in int8.
-SLICES: dict[str, tuple[str, str, str | None]] = {
-    "llama3.2-1b": ("v5e:2x2", "tensor=1", None),
-    "llama3.2-3b": ("v5e:2x2", "tensor=1", None),
-    "llama3.1-8b": ("v5e:2x2", "tensor=4", None),
-    "llama3.1-70b": ("v5e:4x4", "expert=8,tensor=2", "int8"),
-    "llama3.1-405b": ("v5e:8x8", "expert=8,tensor=8", "int8"),
+SLICES = {
+    "llama3.2-1b": Slice("v5e:2x2", "tensor=1"),
+    "llama3.2-3b": Slice("v5e:2x2", "tensor=1"),
+    "llama3.1-8b": Slice("v5e:2x2", "tensor=4"),
+    "llama3.1-70b": Slice("v5e:4x4", "expert=8,tensor=2", quant="int8", kv_quant="int8"),
+    "llama3.1-405b": Slice("v5e:8x8", "expert=8,tensor=8", quant="int8", kv_quant="int8"),
 }

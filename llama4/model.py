@@ -1,55 +1,57 @@
 """Llama 4 in one file, the text of Scout and Maverick: llama3 in which three layers of four rotate
 and see their own chunk of the context, while the fourth sees all of it without positions; and in
-which MLPs are large experts, of which each token chooses one, beside one that all tokens share.
+which a token goes through one of many large experts, and through one MLP that all tokens share.
 
 The Llama 4 herd, ai.meta.com/blog/llama-4-multimodal-intelligence. What differs from llama3:
 
-    rotary layers       q, k = l2(rope(q)), l2(rope(k)); a query at position p sees those with the
-                        same p // attention_chunk_size, up to its own
-    the others          q *= 1 + attn_scale * ln(1 + floor((p + 1) / floor_scale)); no rope, and
-                        all positions are seen
-    x += shared(norm(x)) + sum over a token's X experts e of expert[e](score[e] * norm(x))
-                                                   score = sigmoid(the X largest of router(norm(x)))
-    rope turns neighbours, in float32
+    rotary layers       q, k = l2(rope(q)), l2(rope(k)); a query at position p sees the positions
+                        up to its own that have the same p // attention_chunk_size
+    other layers        q *= 1 + attn_scale * ln(1 + floor((p + 1) / floor_scale)); no rope, and a
+                        query sees all positions up to its own
+    x += shared(h) + sum over the X experts e of a token of expert[e](score[e] * h)
+                                                   h = norm(x); score = sigmoid of the X largest of
+                                                   router(h)
+    rope rotates neighbours, in float32
 
-Dimensions: B batch or slots, T query tokens, M = B * T, S cache positions, D model, N query heads,
-K key/value heads, H head dimension, F MLP width, E experts, X experts of a token, V vocabulary.
-Inside `shard_map` N, K, F, E and V are what one device holds (the router knows all E), and B is its
-slots.
+Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
+query heads, K key/value heads with G = N / K queries each, H head dimension, F MLP width, E
+experts, X experts of a token, V vocabulary, L layers. Below, and in code inside `shard_map`, B, N,
+K, F, E and V are the parts that one device holds; but the router scores all experts.
 
-Devices form a mesh of three axes. Slots are split over `data`. Heads, dense MLPs, shared experts
-and vocabulary are split over MODEL, the axes `expert` and `tensor` together; the other experts over
-`expert`, and each of them over `tensor`. One step of a device sends, over MODEL:
+Slots are split over the mesh axis `data`. Heads, dense and shared MLPs and vocabulary are split
+over MODEL, the axes `expert` and `tensor` together; experts over `expert`, and each expert's F over
+`tensor`. In one step every device takes part in 2 L + 3 collectives over MODEL, and in up to 35
+more if some slot samples (its temperature is above 0):
 
-    all-reduce [B, T, D]   once for the embedding and twice a layer, in the model's dtype
-    all-reduce [B]         twice, of 4 bytes: the largest logit, and the lowest id that has it
-    all-reduce [3, B]      35 times at most, of 4 bytes, to draw where a slot has a temperature
+    all-reduce [B, T, D]   2 L + 1, in the model's dtype: after the embedding, attention and MLP
+    all-reduce [B]         2, of 4 bytes a slot: the largest logit, and the lowest id that has it
+    all-reduce [3, B]      16 for top-k and 16 for top-p, float32: the search for a threshold
+    [B]                    3, of 4 bytes a slot: top-p's total, each device's share, the drawn id
 
-Layers are a tuple and a Python loop: `lax.scan` over stacked layers would copy the weights of each
-layer, on CPU always and on TPU where a kernel reads them. `block` is jitted so that it is traced
-once for each kind of layer.
+`forward` loops over a tuple of layers. `lax.scan` over stacked layers would copy each layer's
+weights: always on CPU, and on TPU for a kernel. `block` is traced once for each kind of layer.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from common.cache import LayerCache, append, attend, check_insert, copy_rows, empty_cache
+from common.cache import LayerCache, append, attend, capacity_of, copy_slots, empty_cache
 from common.config import SILU, all_heads, head_dim, read_config, read_rope, show, text_config
 from common.experts import group_by_expert, num_experts
-from common.kernels.dispatch import KERNEL_FREE, Impl
+from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Axes, Order, Same, Table
 from common.quant import Matrix, embed_rows, linear, out_features
-from common.ranges import Above1, AtLeast1, Count, Even, Index, Positive
+from common.ranges import Above1, AtLeast1, AtMost, Count, Divides, Even, Index, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import (
     DATA,
@@ -64,8 +66,6 @@ from common.sharding import (
     split_heads,
 )
 from common.weights import array, matrix, norm, specs_like, stack
-
-Array = jax.Array
 
 
 class RopeScaling(NamedTuple):
@@ -84,19 +84,19 @@ class Config(NamedTuple):
     hidden_size: Count
     intermediate_size: Count  # of an expert
     intermediate_size_mlp: Count  # of the MLP in a layer without experts
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count
+    num_hidden_layers: UpTo10K
+    num_attention_heads: UpTo10K
+    num_key_value_heads: Annotated[UpTo10K, Divides("num_attention_heads")]
     head_dim: Even
     rope_theta: Above1
     rope_scaling: RopeScaling | None
-    num_local_experts: Count
-    num_experts_per_tok: Count
-    multimodal: bool  # text_config: the text's weights have a prefix, and others lie beside them
+    num_local_experts: UpTo10K
+    num_experts_per_tok: Annotated[Count, AtMost("num_local_experts")]
+    multimodal: bool  # text_config: names have a prefix, and there are weights of a vision tower
     moe_layers: tuple[Index, ...] | None = None  # None: every interleave_moe_layer_step-th
     interleave_moe_layer_step: Count = 1
-    no_rope_layers: tuple[Literal[0, 1], ...] = ()  # 1: a rotary layer. (): see the next line
-    no_rope_layer_interval: Count = 4  # of so many layers the last has no positions
+    no_rope_layers: tuple[Literal[0, 1], ...] = ()  # 1: a rotary layer; (): the next line counts
+    no_rope_layer_interval: Count = 4  # the last of so many layers is not rotary
     use_qk_norm: bool = True
     attention_chunk_size: Count = 8192
     attn_temperature_tuning: bool = True
@@ -114,7 +114,7 @@ class Mlp(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """All experts of a layer. Of w_gate_up a device has its rows of the gates, then those of up."""
+    """All experts of a layer. In w_gate_up a device has its rows of gate, then its rows of up."""
 
     w_gate_up: Matrix  # [E, 2 * F, D]
     w_down: Matrix  # [E, D, F]
@@ -128,7 +128,7 @@ class Moe(NamedTuple):
 
 class Rotary(NamedTuple):
     """Marks a layer that rotates queries and keys, and whose queries see their own chunk. It has no
-    arrays: jit sees it in the structure of the weights, while it traces."""
+    arrays: it is part of the structure of the weights, which jit knows while it traces."""
 
 
 class Layer(NamedTuple):
@@ -148,26 +148,30 @@ class Weights(NamedTuple):
     embed: Matrix  # [V, D]
     layers: tuple[Layer, ...]
     norm: Array  # [D]
-    head: Matrix | None  # [V, D]; None where it is the embedding
+    head: Matrix | None  # [V, D]; None if the embedding is the head too
 
 
 class DecodeState(NamedTuple):
-    """B slots, decoded together. A slot of length 0 is empty. Nothing reads what a cache holds at
-    or past a slot's length: of a finished slot `serve` sets the length to 0, and clears nothing."""
+    """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
+    slot's length to 0 and clears nothing: no one reads a cache at or past the length."""
 
-    cache: tuple[LayerCache, ...]  # keys, and values: [B, K, S, H], or as one array
+    cache: tuple[LayerCache, ...]  # of each layer: keys, and values, [B, K, S, H]
     length_B: Array  # int32: tokens in the cache
-    token_B: Array  # int32: the newest token, not in the cache yet
+    token_B: Array  # int32: the newest token, which is not in the cache yet
     sampling: Sampling  # arrays of [B]
 
 
 class Step(NamedTuple):
     """What all layers of one step share."""
 
-    end_B: Array  # int32: the position after the last of the T tokens, padding too; 0: append none
+    end_B: Array  # int32: length + T, counting padding; 0 if the slot is skipped
     cos: Array  # float32 [B, T, 1, H / 2]
     sin: Array
-    temperature: Array  # float32 [B, T, 1, 1]: of queries without a position
+    query_scale: Array  # float32 [B, T, 1, 1], for layers that are not rotary
+    implementation: Impl  # of the kernels
+
+
+# ---- the mathematics: what one device computes, inside `shard_map`
 
 
 def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
@@ -185,73 +189,76 @@ def l2_norm(x: Array, eps: float) -> Array:
 
 def rope_frequencies(config: Config) -> np.ndarray:
     """Radians per position of each pair of neighbours (2 i, 2 i + 1), [H / 2]. Scaling of type
-    llama3 divides those of slow pairs by `factor`, keeps those of fast ones, and blends between."""
+    llama3 divides the slow ones by `factor`, keeps the fast ones, and blends those in between."""
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
     frequency = (1.0 / np.float32(config.rope_theta) ** exponent).astype(np.float32)
     if config.rope_scaling is None:
         return frequency
     factor, low, high, original = config.rope_scaling
-    rotations = original * frequency / (2 * math.pi)  # of each pair in the original context
-    smooth = np.clip((rotations - low) / max(high - low, 1e-9), 0, 1)  # Scout has high = low
+    rotations = original * frequency / (2 * math.pi)  # of each pair within the original context
+    smooth = np.clip((rotations - low) / max(high - low, 1e-9), 0, 1)  # 1e-9: never 0 / 0
     return ((1 - smooth) * frequency / factor + smooth * frequency).astype(np.float32)
 
 
 def rotary(position_BT: Array, config: Config) -> tuple[Array, Array]:
-    """cos and sin of each position's angles, float32 [B, T, 1, H / 2]."""
+    """cos and sin of the angles of each position, float32 [B, T, 1, H / 2]."""
     angle = position_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
-    # Else XLA's CPU compiler computes them again in each layer, for each head.
+    # Without the barrier, XLA on CPU recomputes cos and sin in every layer, for every head.
     return lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
 
 
 def rotate(x_BTNH: Array, step: Step) -> Array:
-    """Rotates element 2 i of each head with element 2 i + 1, by the angle of their position. Of the
-    result the even ones stand before the odd ones, in queries and keys alike, which no product
-    notices."""
+    """Rotates each pair of elements 2 i and 2 i + 1 of a head by the angle of its position. The
+    output holds the even elements first. Queries and keys are permuted alike, so q . k is
+    unchanged."""
     a, b = (x_BTNH[..., i::2].astype(jnp.float32) for i in (0, 1))
     rotated = [a * step.cos - b * step.sin, b * step.cos + a * step.sin]
     return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
 
 
-def temperature(position_BT: Array, config: Config) -> Array:
-    """What multiplies a query that has no position, float32 [B, T, 1, 1]: the more positions it
-    sees, the sharper its softmax, arXiv 2501.19399."""
-    position = jnp.maximum(position_BT, 0)[..., None, None].astype(jnp.float32)  # below: padding
+def query_scale(position_BT: Array, config: Config) -> Array:
+    """Scales the queries of a layer that is not rotary, float32 [B, T, 1, 1]: the more positions a
+    query sees, the sharper its softmax, arXiv 2501.19399."""
+    position = jnp.maximum(position_BT, 0)[..., None, None].astype(jnp.float32)  # < 0: skipped slot
     if not config.attn_temperature_tuning:
         return jnp.ones_like(position)
     return 1 + config.attn_scale * jnp.log1p(jnp.floor((position + 1) / config.floor_scale))
 
 
 def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
-    """Each device looks up the ids that it holds, and has zeros for the others."""
+    """Each device looks up the ids that it holds. Other ids give zeros."""
     local_BT = tokens_BT - lax.axis_index(MODEL) * out_features(table_VD)
     x_BTD = embed_rows(table_VD, local_BT, dtype)
     return lax.psum(x_BTD, MODEL)  # partial: own ids -> replicated
 
 
 def attention(
-    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
+    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache; each attends to all up to itself, those of its chunk in a
-    rotary layer. Returns the sum over own heads [B, T, D], and the cache. Scores and softmax are
-    float32 in `attend`; a soft cap would be one more of its arguments."""
-    B, T, _ = x_BTD.shape
+    """Appends T tokens to the cache; each attends to all positions up to its own, or to those of
+    its chunk in a rotary layer. Returns the sum over own heads [B, T, D], and the cache. For one
+    slot `attend` computes
+
+        score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
+        position_T1, position_S = end + jnp.arange(-T, 0)[:, None], jnp.arange(S)
+        seen_TS = (position_S <= position_T1) & (position_S // chunk == position_T1 // chunk)
+        p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
+        o_TKGH = jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
+
+    Scores and softmax are float32: rounded to bfloat16, a score near 50 is off by up to 0.125, and
+    its probability by 13 %. `attend` also takes `window` and `sinks_N`."""
+    (B, T, _), H = x_BTD.shape, config.head_dim
     projections = (linear(x_BTD, w) for w in (layer.wq, layer.wk, layer.wv))
-    q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, config.head_dim) for x in projections)
+    q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, H) for x in projections)
     if layer.rotary is None:
-        q_BTNH = (q_BTNH * step.temperature).astype(q_BTNH.dtype)
+        q_BTNH = (q_BTNH * step.query_scale).astype(q_BTNH.dtype)
     else:
         q_BTNH, k_BTKH = rotate(q_BTNH, step), rotate(k_BTKH, step)
     if layer.rotary is not None and config.use_qk_norm:
         q_BTNH, k_BTKH = (l2_norm(x, config.rms_norm_eps) for x in (q_BTNH, k_BTKH))
     cache = append(cache, k_BTKH, v_BTKH, step.end_B - T)
-    o_BTNH = attend(
-        q_BTNH,
-        cache,
-        step.end_B,
-        scale=config.head_dim**-0.5,
-        chunk=config.attention_chunk_size if layer.rotary is not None else None,
-        implementation=implementation,
-    )
+    chunk = config.attention_chunk_size if layer.rotary is not None else None
+    o_BTNH = attend(q_BTNH, cache, step.end_B, step.implementation, scale=H**-0.5, chunk=chunk)
     return linear(o_BTNH.reshape(B, T, -1), layer.wo), cache
 
 
@@ -262,41 +269,47 @@ def mlp(x_BTD: Array, w: Mlp) -> Array:
 
 
 def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
-    """The scores of each token's experts, and which of all E they are: both [M, X]."""
+    """The scores of each token's experts, and their numbers among all E: both [M, X]."""
     logits_MX, expert_MX = lax.top_k(linear(x_MD, w.router), config.num_experts_per_tok)
     return jax.nn.sigmoid(logits_MX.astype(jnp.float32)).astype(x_MD.dtype), expert_MX
 
 
 def experts(x: Array, w: Experts, dot: Callable[..., Array]) -> Array:
-    """Each row through the MLP of its expert; `dot` knows whose row it is."""
+    """Each row through the MLP of its expert. `dot` multiplies a row by its own expert's matrix."""
     gate, up = jnp.split(dot(x, w.w_gate_up), 2, axis=-1)
     return dot(jax.nn.silu(gate) * up, w.w_down)
 
 
-def moe(x_BTD: Array, w: Moe, config: Config, implementation: Impl) -> Array:
-    """Every device routes all tokens of its slots, and computes what its own experts add to them,
-    and its part of the shared one: partial sums over own experts and own part of F. An expert's
-    score scales what goes into it."""
+def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
+    """The sum of each token's experts, whose scores scale what goes in, and of the shared MLP:
+    partial sums over own experts and own part of F. With expert(e, x) for the MLP of expert e, and
+    y_MD = the shared MLP of x_MD at first, it is
+
+        for m in range(M):
+            for score, e in zip(score_MX[m], expert_MX[m]):
+                y_MD = y_MD.at[m].add(expert(e, score * x_MD[m]))
+
+    Every device routes all tokens of its slots, those of empty slots too, and sorts the M * X rows
+    by expert. It computes the rows of its own experts; the others give zeros."""
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     score_MX, expert_MX = route(x_MD, w, config)
     groups = group_by_expert(expert_MX, num_experts(w.experts))
-    dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=implementation)
-    scores = score_MX.reshape(-1, 1)[groups.choice]
-    rows = x_MD[groups.token] * scores  # [M * X, D], those of an expert one after the other
+    dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=step.implementation)
+    rows = x_MD[groups.token] * score_MX.reshape(-1, 1)[groups.choice]  # [M * X, D]
     y_MXD = experts(rows, w.experts, dot)[groups.row]
     return y_MXD.sum(axis=1).reshape(x_BTD.shape) + mlp(x_BTD, w.shared)
 
 
-@partial(jax.jit, static_argnames=("config", "implementation"))
+@partial(jax.jit, static_argnames="config")
 def block(
-    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
+    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
     h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
-    o_BTD, cache = attention(h_BTD, layer, cache, step, config, implementation)
+    o_BTD, cache = attention(h_BTD, layer, cache, step, config)
     x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own heads -> replicated
     h_BTD = rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps)
     if isinstance(layer.mlp, Moe):
-        o_BTD = moe(h_BTD, layer.mlp, config, implementation)
+        o_BTD = moe(h_BTD, layer.mlp, step, config)
     else:
         o_BTD = mlp(h_BTD, layer.mlp)
     x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own experts, own part of F -> replicated
@@ -309,22 +322,22 @@ def forward(
     tokens_BT: Array,
     end_B: Array,
     config: Config,
-    implementation: Impl = None,
+    implementation: str = AUTO,
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
-    """One device's part of a step of T tokens a slot, of which the last is at position end_B - 1;
-    called inside `shard_map`.
+    """Appends T tokens to each slot, the last of them at position end_B - 1.
 
     Returns float32 logits of the device's part of the vocabulary, [B, T, V], or [B, V] of the token
-    at index last_B of each slot; and the cache with the tokens appended. Differentiable with
-    implementation="reference", as tools/train_embedded.py does it.
+    at index last_B of each slot; and the cache. Differentiable with implementation="reference". For
+    a loss, set padded ids, whose logit is 0, to -inf. The log-sum-exp then needs a `pmax` and a
+    `psum` of exponentials over MODEL, and the target's logit needs a `psum`.
     """
-    T = tokens_BT.shape[1]
-    position_BT = end_B[:, None] - T + jnp.arange(T)
-    step = Step(end_B, *rotary(position_BT, config), temperature(position_BT, config))
+    position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
+    cos, sin = rotary(position_BT, config)
+    step = Step(end_B, cos, sin, query_scale(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
     for layer, layer_cache in zip(weights.layers, cache, strict=True):
-        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config, implementation)
+        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config)
         caches.append(layer_cache)
     x = x_BTD if last_B is None else x_BTD[jnp.arange(len(last_B)), last_B]
     x = rms_norm(x, weights.norm, config.rms_norm_eps)
@@ -332,23 +345,20 @@ def forward(
     return linear(x, head, jnp.float32), tuple(caches)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
-def prefill(
+def extend(
     weights: Weights,
     state: DecodeState,
     tokens_BT: Array,
     count_B: Array,
-    *,
     config: Config,
     mesh: Mesh,
-    implementation: Impl = None,
+    implementation: str = AUTO,
 ) -> DecodeState:
     """Appends the first count_B of T tokens to each slot, and samples the token after them.
 
-    A long prompt takes several calls: `serve` reads 512 tokens at a time, the rest padded to a
-    power of two. Only the last `token_B` counts. Tokens past count_B are padding: their keys land
-    past the slot's new length, or nowhere if that is past the capacity. A count of 0 leaves a slot
-    as it is. Each T, size and dtype is compiled once. `state` is donated: updated in place.
+    A count of 0 leaves a slot as it is. The tokens past count_B are padding. They are computed too,
+    but their keys land past the slot's new length, where nothing reads them, or are dropped past
+    the capacity, which length + count must not exceed.
     """
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
@@ -363,57 +373,63 @@ def prefill(
 
     in_specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
     check = implementation in KERNEL_FREE  # shard_map cannot check what a Pallas kernel replicates
-    step = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
-    return step(weights, state, tokens_BT, count_B)
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
+    return run(weights, state, tokens_BT, count_B)
 
 
-def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prompt` into slot slot_B[b] of the donated `state`, unless that is -1.
+STATIC = ("config", "mesh", "implementation")
+# Reads prompts: `serve` reads 512 tokens a call, pads the rest to a power of two, and uses the last
+# call's `token_B`. There is a program for each T, number of slots and dtype. `state` is donated.
+prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
-    Slots are counted within a data shard, and nothing moves from one shard to another. Both states
-    are on `mesh`, with the same capacity and dtype of cache. ValueError otherwise. Not in jit.
+
+def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
+    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`, unless that is -1.
+
+    Slots are numbered within a data shard, and nothing moves from one shard to another. ValueError
+    unless both states have the same mesh, capacity and dtype of cache. Not for use inside jit.
     """
-    check_insert(state, prompt, slot_B, mesh)
-    return copy_rows(state, prompt, slot_B, specs=STATE_SPEC, mesh=mesh)
+    return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
+@partial(jax.jit, static_argnames=STATIC, donate_argnames="state")
 def generate(
-    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: Impl = None
+    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: str = AUTO
 ) -> DecodeState:
-    """Appends the newest token of every filled slot, and samples the next. `state` is donated."""
-    static = dict(config=config, mesh=mesh, implementation=implementation)
-    count_B = (state.length_B > 0).astype(jnp.int32)
-    return prefill(weights, state, state.token_B[:, None], count_B, **static)
+    """Appends the newest token of each slot, and samples the next. Empty slots and full ones, whose
+    length is the capacity, stay as they are. `state` is donated."""
+    is_on_B = (state.length_B > 0) & (state.length_B < capacity_of(state.cache))
+    tokens_BT, count_B = state.token_B[:, None], is_on_B.astype(jnp.int32)
+    return extend(weights, state, tokens_BT, count_B, config, mesh, implementation)
 
 
 # ---- what a loader needs: config.json, shapes and partitions, empty states, published names
 
 
-# Keys beside text_config: where an image begins and ends in a prompt, and what stands for it.
+# Keys next to text_config: the ids that begin an image, end it, and stand for it in a prompt.
 IMAGES = {f"{what}_token_{id}" for what in ("image", "boi", "eoi") for id in ("index", "id")}
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a parsed config.json; ValueError names a key or a value that is not known here."""
+    """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
     multimodal = hf.get("model_type") == "llama4"
     text = text_config(hf, IMAGES) if multimodal else dict(hf)
-    only = dict(hidden_act=SILU, attention_bias=False)
+    accepted = dict(hidden_act=SILU, attention_bias=False)  # refused: another activation, biases
     if multimodal:
-        only["tie_word_embeddings"] = False
+        accepted["tie_word_embeddings"] = False
     if type(text.get("attn_temperature_tuning")) is int and text["attn_temperature_tuning"] == 4:
-        text["attn_temperature_tuning"] = True  # how the first published files spell it
+        text["attn_temperature_tuning"] = True  # the first published files say 4 for true
     nothing = dict(moe_layers=lambda c: None, no_rope_layers=lambda c: ())
     config: Config = read_config(
         Config,
         text,
         model_types=("llama4_text",),
-        given=read_rope(text, {"llama3": RopeScaling}, theta=500000.0)
+        fields_read=read_rope(Config, text, {"llama3": RopeScaling}, theta=500000.0)
         | dict(multimodal=multimodal),
-        null=dict(num_key_value_heads=all_heads, head_dim=head_dim) | nothing,
-        only=only,
-        read=("layer_types",),
-        inert=("cache_implementation", "for_llm_compressor", "router_jitter_noise"),
+        keys_read=("layer_types",),
+        if_null=dict(num_key_value_heads=all_heads, head_dim=head_dim) | nothing,
+        accepted=accepted,
+        ignored=("cache_implementation", "for_llm_compressor", "router_jitter_noise"),
     )
     layers = range(config.num_hidden_layers)
     if config.no_rope_layers and len(config.no_rope_layers) != len(layers):
@@ -436,9 +452,9 @@ STATE_SPEC = DecodeState(
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight: as published; or padded with zeros (`sample` never draws
-    a padded id), and key/value heads repeated where they are fewer than `shards`, so that every
-    split dimension divides. Experts must divide as they are."""
+    """Shape and partition of every weight, as published; but on a mesh every split dimension must
+    divide, so it is padded with zeros (`sample` never draws a padded id), and key/value heads are
+    repeated if they are fewer than `shards`. The experts must divide."""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -500,8 +516,8 @@ def is_sparse(layer: int, config: Config) -> bool:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. Heads
-    whose width is no multiple of 128 have rows of value and key in one array, [B, K, S, 2 * H]."""
+    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. If H is
+    no multiple of 128, value and key share a row of one array [B, K, S, 2 * H] (`RowCache`)."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
     return DecodeState(
@@ -513,8 +529,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Stored name -> the weight that it becomes, and the order of its heads or axes. Same: must
-    equal that weight, and is dropped. None: dropped. Any other name: ValueError."""
+    """Published name -> the weight that it becomes, with its Order (heads of one device next to
+    each other) or Axes. Same must equal that weight. Same and None are dropped; `prefix.**` is
+    every name that begins so. Other names: ValueError."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     rows = split_fused(config.intermediate_size, shards.tensor, parts=2)

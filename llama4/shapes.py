@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from common.machines.chips import Slice
+
 
 def _config(experts: int, **text: Any) -> dict[str, Any]:
     return dict(
@@ -60,8 +62,7 @@ MAVERICK = _config(
 )
 SHAPES: dict[str, dict[str, Any]] = {"llama-4-scout": SCOUT, "llama-4-maverick": MAVERICK}
 
-# A TPU slice that holds each size, the mesh on it, and whether weights and cache are in int8.
-SLICES: dict[str, tuple[str, str, str | None]] = {
-    "llama-4-scout": ("v5e:4x4", "expert=16", "int8"),
-    "llama-4-maverick": ("v5e:4x8", "expert=32", "int8"),
+SLICES = {
+    "llama-4-scout": Slice("v5e:4x4", "expert=16", quant="int8", kv_quant="int8"),
+    "llama-4-maverick": Slice("v5e:4x8", "expert=32", quant="int8", kv_quant="int8"),
 }

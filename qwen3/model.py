@@ -1,30 +1,31 @@
-"""Qwen3 in one file, dense and mixture of experts: llama3 with a norm on every query and key head,
-and in sparse layers many small MLPs of which each token chooses a few.
+"""Qwen3 in one file, dense and mixture of experts: llama3 with norms on queries and keys, and in
+sparse layers with many small MLPs, the experts, of which each token chooses a few.
 
 Qwen3 Technical Report, arXiv 2505.09388. What differs from llama3:
 
     q, k = rope(norm(q)), rope(norm(k))            over the head dimension, one weight for all heads
-    x += sum over a token's X experts e of p[e] * down[e](silu(gate[e](norm(x))) * up[e](norm(x)))
-                                                   p = softmax(router(norm(x))), the X largest,
-                                                   which norm_topk_prob scales to a sum of 1
-    YaRN in place of the llama3 rope scaling; matrices that are published in fp8 stay in fp8
+    x += sum over the X experts e of a token of p[e] * down[e](silu(gate[e](h)) * up[e](h))
+                                                   h = norm(x); p are the X largest of
+                                                   softmax(router(h)); norm_topk_prob: sum to 1
+    YaRN replaces the rope scaling of llama3; matrices that are published in fp8 stay in fp8
 
-Dimensions: B batch or slots, T query tokens, M = B * T, S cache positions, D model, N query heads,
-K key/value heads, H head dimension, F MLP width, E experts, X experts of a token, V vocabulary.
-Inside `shard_map` N, K, F, E and V are what one device holds (the router knows all E), and B is its
-slots.
+Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
+query heads, K key/value heads with G = N / K queries each, H head dimension, F MLP width, E
+experts, X experts of a token, V vocabulary, L layers. Below, and in code inside `shard_map`, B, N,
+K, F, E and V are the parts that one device holds; but the router scores all experts.
 
-Devices form a mesh of three axes. Slots are split over `data`. Heads, dense MLPs and vocabulary are
-split over MODEL, the axes `expert` and `tensor` together; experts over `expert`, and each
-expert over `tensor`. One step of a device sends, over MODEL:
+Slots are split over the mesh axis `data`. Heads, dense MLPs and vocabulary are split over MODEL,
+the axes `expert` and `tensor` together; experts over `expert`, and each expert's F over `tensor`.
+In one step every device takes part in 2 L + 3 collectives over MODEL, and in up to 35 more if some
+slot samples (its temperature is above 0):
 
-    all-reduce [B, T, D]   once for the embedding and twice a layer, in the model's dtype
-    all-reduce [B]         twice, of 4 bytes: the largest logit, and the lowest id that has it
-    all-reduce [3, B]      35 times at most, of 4 bytes, to draw where a slot has a temperature
+    all-reduce [B, T, D]   2 L + 1, in the model's dtype: after the embedding, attention and MLP
+    all-reduce [B]         2, of 4 bytes a slot: the largest logit, and the lowest id that has it
+    all-reduce [3, B]      16 for top-k and 16 for top-p, float32: the search for a threshold
+    [B]                    3, of 4 bytes a slot: top-p's total, each device's share, the drawn id
 
-Layers are a tuple and a Python loop: `lax.scan` over stacked layers would copy the weights of each
-layer, on CPU always and on TPU where a kernel reads them. `block` is jitted so that it is traced
-once for each kind of layer.
+`forward` loops over a tuple of layers. `lax.scan` over stacked layers would copy each layer's
+weights: always on CPU, and on TPU for a kernel. `block` is traced once for each kind of layer.
 """
 
 import math
@@ -35,23 +36,21 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from common.cache import LayerCache, append, attend, check_insert, copy_rows, empty_cache
+from common.cache import LayerCache, append, attend, capacity_of, copy_slots, empty_cache
 from common.config import SILU, all_heads, is_fp8, read_config, read_rope, show
 from common.experts import group_by_expert, num_experts
-from common.kernels.dispatch import KERNEL_FREE, Impl
+from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Order, Same, Table, fp8_table
 from common.quant import FP8_BLOCK, Fp8, Matrix, embed_rows, linear, out_features
-from common.ranges import Above1, AtLeast1, Count, Even, Index, Positive
+from common.ranges import Above1, AtLeast1, AtMost, Count, Divides, Even, Index, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, P, Shards, round_up, split_heads
 from common.weights import array, matrix, norm, specs_like, stack
-
-Array = jax.Array
 
 
 class Yarn(NamedTuple):
@@ -71,14 +70,14 @@ class Config(NamedTuple):
     vocab_size: Count
     hidden_size: Count
     intermediate_size: Count
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count
+    num_hidden_layers: UpTo10K
+    num_attention_heads: UpTo10K
+    num_key_value_heads: Annotated[UpTo10K, Divides("num_attention_heads")]
     head_dim: Even
     rope_theta: Above1
     rope_scaling: Yarn | None
-    num_experts: Annotated[Count, "num_local_experts"]  # 0 in a dense model
-    num_experts_per_tok: Count
+    num_experts: Annotated[UpTo10K, "num_local_experts"]  # 0 in a dense model
+    num_experts_per_tok: Annotated[Count, AtMost("num_experts")]
     moe_intermediate_size: Count
     decoder_sparse_step: Count
     norm_topk_prob: bool
@@ -103,7 +102,7 @@ class Moe(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array, or its form in int8, fp8 or 4 bits: `linear` takes any."""
+    """A Matrix is an array or, as the loader made it, an int8 or fp8 form: `linear` takes any."""
 
     attn_norm: Array  # [D]
     wq: Matrix  # [N * H, D]
@@ -120,25 +119,29 @@ class Weights(NamedTuple):
     embed: Matrix  # [V, D]
     layers: tuple[Layer, ...]
     norm: Array  # [D]
-    head: Matrix | None  # [V, D]; None where it is the embedding
+    head: Matrix | None  # [V, D]; None if the embedding is the head too
 
 
 class DecodeState(NamedTuple):
-    """B slots, decoded together. A slot of length 0 is empty. Nothing reads what a cache holds at
-    or past a slot's length: of a finished slot `serve` sets the length to 0, and clears nothing."""
+    """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
+    slot's length to 0 and clears nothing: no one reads a cache at or past the length."""
 
-    cache: tuple[LayerCache, ...]  # rotated keys, and values: [B, K, S, H], or as one array
+    cache: tuple[LayerCache, ...]  # of each layer: rotated keys, and values, [B, K, S, H]
     length_B: Array  # int32: tokens in the cache
-    token_B: Array  # int32: the newest token, not in the cache yet
+    token_B: Array  # int32: the newest token, which is not in the cache yet
     sampling: Sampling  # arrays of [B]
 
 
 class Step(NamedTuple):
     """What all layers of one step share."""
 
-    end_B: Array  # int32: the position after the last of the T tokens, padding too; 0: append none
+    end_B: Array  # int32: length + T, counting padding; 0 if the slot is skipped
     cos: Array  # float32 [B, T, 1, H / 2]
     sin: Array
+    implementation: Impl  # of the kernels
+
+
+# ---- the mathematics: what one device computes, inside `shard_map`
 
 
 def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
@@ -149,21 +152,21 @@ def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
 
 
 def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndarray:
-    """YaRN, arXiv 2309.00071: pairs with more than beta_fast rotations in the original context keep
-    their frequency, those with fewer than beta_slow get 1 / factor of it, and a ramp lies between.
-    """
-    R = 2 * len(frequency)  # numbers of a head that are rotated
+    """YaRN, arXiv 2309.00071: pairs that rotate more than beta_fast times in the original context
+    keep their frequency, those that rotate less than beta_slow times get 1 / factor of it, and a
+    ramp blends the pairs in between."""
+    R = 2 * len(frequency)  # how many numbers of a head rotate
 
-    def pair(rotations: float) -> float:
-        """The index of the pair that makes `rotations` in the original context; not whole."""
+    def pair(turns: float) -> float:
+        """The fractional index of the pair that makes `turns` rotations in the original context."""
         context = yarn.original_max_position_embeddings
-        return R * math.log(context / (2 * math.pi * rotations)) / (2 * math.log(theta))
+        return R * math.log(context / (2 * math.pi * turns)) / (2 * math.log(theta))
 
     low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, R - 1)  # the published code has R here, not R / 2
-    width = high - low if high != low else 0.001
+    width = high - low if high != low else 0.001  # never 0 / 0
     ramp = np.clip((np.arange(R // 2) - low) / width, 0, 1)
     return (frequency * (1 - ramp) + frequency / yarn.factor * ramp).astype(np.float32)
 
@@ -178,48 +181,55 @@ def rope_frequencies(config: Config) -> np.ndarray:
 
 
 def attention_factor(yarn: Yarn | None) -> float:
-    """What YaRN multiplies cos and sin by."""
+    """YaRN multiplies cos and sin by this, and so the scores by its square."""
     if yarn is None:
         return 1.0
     return yarn.attention_factor or 0.1 * math.log(yarn.factor) + 1
 
 
 def rotary(position_BT: Array, config: Config) -> tuple[Array, Array]:
-    """cos and sin of each position's angles, float32 [B, T, 1, H / 2]."""
+    """cos and sin of the angles of each position, float32 [B, T, 1, H / 2]."""
     angle = position_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
     factor = attention_factor(config.rope_scaling)
-    # Else XLA's CPU compiler computes them again in each layer, for each head.
+    # Without the barrier, XLA on CPU recomputes cos and sin in every layer, for every head.
     return lax.optimization_barrier((jnp.cos(angle) * factor, jnp.sin(angle) * factor))
 
 
 def rotate(x_BTNH: Array, step: Step) -> Array:
-    """Rotates element i of each head with element i + H / 2, by the angle of its position."""
+    """Rotates each pair of elements i and i + H / 2 of a head by the angle of its position."""
     cos, sin = step.cos.astype(x_BTNH.dtype), step.sin.astype(x_BTNH.dtype)
     a, b = jnp.split(x_BTNH, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
-    """Each device looks up the ids that it holds, and has zeros for the others."""
+    """Each device looks up the ids that it holds. Other ids give zeros."""
     local_BT = tokens_BT - lax.axis_index(MODEL) * out_features(table_VD)
     x_BTD = embed_rows(table_VD, local_BT, dtype)
     return lax.psum(x_BTD, MODEL)  # partial: own ids -> replicated
 
 
 def attention(
-    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
+    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache, and each attends to all up to itself. Returns the sum over own
-    heads [B, T, D], and the cache. Scores and softmax are float32 in `attend`, which has arguments
-    for windows, chunks and sinks too; a soft cap would be one more."""
-    B, T, _ = x_BTD.shape
+    """Appends T tokens to the cache; each attends to all positions up to its own. Returns the sum
+    over own heads [B, T, D], and the cache. For one slot `attend` computes
+
+        score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
+        seen_TS = jnp.arange(S) <= end + jnp.arange(-T, 0)[:, None]
+        p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
+        o_TKGH = jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
+
+    Scores and softmax are float32: rounded to bfloat16, a score near 50 is off by up to 0.125, and
+    its probability by 13 %. `attend` also takes `window`, `chunk` and `sinks_N`."""
+    (B, T, _), H = x_BTD.shape, config.head_dim
     projections = (linear(x_BTD, w) for w in (layer.wq, layer.wk, layer.wv))
-    q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, config.head_dim) for x in projections)
+    q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, H) for x in projections)
     q_BTNH = rms_norm(q_BTNH, layer.q_norm, config.rms_norm_eps)
     k_BTKH = rms_norm(k_BTKH, layer.k_norm, config.rms_norm_eps)
-    cache = append(cache, rotate(k_BTKH, step), v_BTKH, step.end_B - T)
-    q_BTNH, scale = rotate(q_BTNH, step), config.head_dim**-0.5
-    o_BTNH = attend(q_BTNH, cache, step.end_B, scale=scale, implementation=implementation)
+    q_BTNH, k_BTKH = rotate(q_BTNH, step), rotate(k_BTKH, step)
+    cache = append(cache, k_BTKH, v_BTKH, step.end_B - T)
+    o_BTNH = attend(q_BTNH, cache, step.end_B, step.implementation, scale=H**-0.5)
     return linear(o_BTNH.reshape(B, T, -1), layer.wo), cache
 
 
@@ -230,7 +240,7 @@ def mlp(x_BTD: Array, w: Mlp) -> Array:
 
 
 def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
-    """The weights of each token's experts, and which of all E they are: both [M, X]."""
+    """The weights of each token's experts, and their numbers among all E: both [M, X]."""
     p_ME = jax.nn.softmax(linear(x_MD, w.router).astype(jnp.float32))
     weight_MX, expert_MX = lax.top_k(p_ME, config.num_experts_per_tok)
     if config.norm_topk_prob:
@@ -238,33 +248,39 @@ def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
     return weight_MX.astype(x_MD.dtype), expert_MX
 
 
-def experts(x: Array, w: Mlp, dot: Callable[..., Array], config: Config) -> Array:
-    """Each row through the MLP of its expert; `dot` knows whose row it is."""
+def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
+    """Each row through the MLP of its expert. `dot` multiplies a row by its own expert's matrix."""
     return dot(jax.nn.silu(dot(x, w.w_gate)) * dot(x, w.w_up), w.w_down)
 
 
-def moe(x_BTD: Array, w: Moe, config: Config, implementation: Impl) -> Array:
-    """Every device routes all tokens of its slots, and computes what its own experts add to them:
-    partial sums over own experts and own part of F."""
+def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
+    """The weighted sum of each token's experts: partial sums over own experts and own part of F.
+    With y_MD = 0 at first, and expert(e, x) for the MLP of expert e, it is
+
+        for m in range(M):
+            for p, e in zip(weight_MX[m], expert_MX[m]):
+                y_MD = y_MD.at[m].add(p * expert(e, x_MD[m]))
+
+    Every device routes all tokens of its slots, those of empty slots too, and sorts the M * X rows
+    by expert. It computes the rows of its own experts; the others give zeros."""
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     weight_MX, expert_MX = route(x_MD, w, config)
     groups = group_by_expert(expert_MX, num_experts(w.experts))
-    dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=implementation)
-    rows = x_MD[groups.token]  # [M * X, D], those of an expert one after the other
-    y_MXD = experts(rows, w.experts, dot, config)[groups.row]
+    dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=step.implementation)
+    y_MXD = experts(x_MD[groups.token], w.experts, dot)[groups.row]
     return (y_MXD * weight_MX[..., None]).sum(axis=1).reshape(x_BTD.shape)
 
 
-@partial(jax.jit, static_argnames=("config", "implementation"))
+@partial(jax.jit, static_argnames="config")
 def block(
-    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config, implementation: Impl
+    x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
     h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
-    o_BTD, cache = attention(h_BTD, layer, cache, step, config, implementation)
+    o_BTD, cache = attention(h_BTD, layer, cache, step, config)
     x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own heads -> replicated
     h_BTD = rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps)
     if isinstance(layer.mlp, Moe):
-        o_BTD = moe(h_BTD, layer.mlp, config, implementation)
+        o_BTD = moe(h_BTD, layer.mlp, step, config)
     else:
         o_BTD = mlp(h_BTD, layer.mlp)
     x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own experts, own part of F -> replicated
@@ -277,22 +293,21 @@ def forward(
     tokens_BT: Array,
     end_B: Array,
     config: Config,
-    implementation: Impl = None,
+    implementation: str = AUTO,
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
-    """One device's part of a step of T tokens a slot, of which the last is at position end_B - 1;
-    called inside `shard_map`.
+    """Appends T tokens to each slot, the last of them at position end_B - 1.
 
     Returns float32 logits of the device's part of the vocabulary, [B, T, V], or [B, V] of the token
-    at index last_B of each slot; and the cache with the tokens appended. Differentiable with
-    implementation="reference", as tools/train_embedded.py does it.
+    at index last_B of each slot; and the cache. Differentiable with implementation="reference". For
+    a loss, set padded ids, whose logit is 0, to -inf. The log-sum-exp then needs a `pmax` and a
+    `psum` of exponentials over MODEL, and the target's logit needs a `psum`.
     """
-    T = tokens_BT.shape[1]
-    position_BT = end_B[:, None] - T + jnp.arange(T)
-    step = Step(end_B, *rotary(position_BT, config))
+    position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
+    step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
     for layer, layer_cache in zip(weights.layers, cache, strict=True):
-        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config, implementation)
+        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config)
         caches.append(layer_cache)
     x = x_BTD if last_B is None else x_BTD[jnp.arange(len(last_B)), last_B]
     x = rms_norm(x, weights.norm, config.rms_norm_eps)
@@ -300,23 +315,20 @@ def forward(
     return linear(x, head, jnp.float32), tuple(caches)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
-def prefill(
+def extend(
     weights: Weights,
     state: DecodeState,
     tokens_BT: Array,
     count_B: Array,
-    *,
     config: Config,
     mesh: Mesh,
-    implementation: Impl = None,
+    implementation: str = AUTO,
 ) -> DecodeState:
     """Appends the first count_B of T tokens to each slot, and samples the token after them.
 
-    A long prompt takes several calls: `serve` reads 512 tokens at a time, the rest padded to a
-    power of two. Only the last `token_B` counts. Tokens past count_B are padding: their keys land
-    past the slot's new length, or nowhere if that is past the capacity. A count of 0 leaves a slot
-    as it is. Each T, size and dtype is compiled once. `state` is donated: updated in place.
+    A count of 0 leaves a slot as it is. The tokens past count_B are padding. They are computed too,
+    but their keys land past the slot's new length, where nothing reads them, or are dropped past
+    the capacity, which length + count must not exceed.
     """
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
@@ -331,34 +343,40 @@ def prefill(
 
     in_specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
     check = implementation in KERNEL_FREE  # shard_map cannot check what a Pallas kernel replicates
-    step = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
-    return step(weights, state, tokens_BT, count_B)
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
+    return run(weights, state, tokens_BT, count_B)
 
 
-def insert(state: DecodeState, prompt: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prompt` into slot slot_B[b] of the donated `state`, unless that is -1.
+STATIC = ("config", "mesh", "implementation")
+# Reads prompts: `serve` reads 512 tokens a call, pads the rest to a power of two, and uses the last
+# call's `token_B`. There is a program for each T, number of slots and dtype. `state` is donated.
+prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
-    Slots are counted within a data shard, and nothing moves from one shard to another. Both states
-    are on `mesh`, with the same capacity and dtype of cache. ValueError otherwise. Not in jit.
+
+def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
+    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`, unless that is -1.
+
+    Slots are numbered within a data shard, and nothing moves from one shard to another. ValueError
+    unless both states have the same mesh, capacity and dtype of cache. Not for use inside jit.
     """
-    check_insert(state, prompt, slot_B, mesh)
-    return copy_rows(state, prompt, slot_B, specs=STATE_SPEC, mesh=mesh)
+    return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames="state")
+@partial(jax.jit, static_argnames=STATIC, donate_argnames="state")
 def generate(
-    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: Impl = None
+    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: str = AUTO
 ) -> DecodeState:
-    """Appends the newest token of every filled slot, and samples the next. `state` is donated."""
-    static = dict(config=config, mesh=mesh, implementation=implementation)
-    count_B = (state.length_B > 0).astype(jnp.int32)
-    return prefill(weights, state, state.token_B[:, None], count_B, **static)
+    """Appends the newest token of each slot, and samples the next. Empty slots and full ones, whose
+    length is the capacity, stay as they are. `state` is donated."""
+    is_on_B = (state.length_B > 0) & (state.length_B < capacity_of(state.cache))
+    tokens_BT, count_B = state.token_B[:, None], is_on_B.astype(jnp.int32)
+    return extend(weights, state, tokens_BT, count_B, config, mesh, implementation)
 
 
 # ---- what a loader needs: config.json, shapes and partitions, empty states, published names
 
 
-DENSE: dict[str, Any] = dict(  # fields that a dense model's config.json lacks
+DENSE: dict[str, Any] = dict(  # the fields that the config.json of a dense model lacks
     num_experts=0,
     num_experts_per_tok=0,
     moe_intermediate_size=0,
@@ -366,40 +384,41 @@ DENSE: dict[str, Any] = dict(  # fields that a dense model's config.json lacks
     norm_topk_prob=False,
     mlp_only_layers=(),
 )
-# Published in fp8: all of these, or none.
+# Either all of these are published in fp8, or none.
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a parsed config.json; ValueError names a key or a value that is not known here."""
+    """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
     dense = hf.get("model_type") == "qwen3"
-    given = read_rope(hf, {"yarn": Yarn}, theta=10000.0) | dict(fp8=is_fp8(hf, PROJECTIONS))
-    only = dict(hidden_act=SILU, attention_bias=False, qkv_bias=False, use_qk_norm=True)
-    only["use_sliding_window"] = (False, True) if has_no_window(hf) and dense else False
+    fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0)
+    fields |= dict(fp8=is_fp8(hf, PROJECTIONS)) | (DENSE if dense else {})
+    heads, layers = dict(num_key_value_heads=all_heads), dict(mlp_only_layers=lambda c: ())
+    # Refused: another activation, biases, no norms on q and k, a shared expert, sliding windows.
+    accepted = dict(hidden_act=SILU, attention_bias=False, qkv_bias=False, use_qk_norm=True)
+    windows = (False, True) if has_no_window(hf) and dense else False
     return read_config(
         Config,
         hf,
         model_types=("qwen3", "qwen3_moe"),
-        given=given | DENSE if dense else given,
-        null=dict(num_key_value_heads=all_heads) if dense else dict(mlp_only_layers=lambda c: ()),
-        only=only | dict(shared_expert_intermediate_size=0),
-        read=("quantization_config", "layer_types", "max_window_layers"),
-        inert=("sliding_window",),
+        fields_read=fields,
+        keys_read=("quantization_config", "layer_types", "max_window_layers"),
+        if_null=heads if dense else layers,
+        accepted=accepted | dict(shared_expert_intermediate_size=0, use_sliding_window=windows),
+        ignored=("sliding_window",),
     )
 
 
 def has_no_window(hf: dict[str, Any]) -> bool:
-    """Whether no layer has a window whatever the switch says; ValueError if layer_types has one."""
+    """Whether no layer slides after all. ValueError if layer_types says that one does."""
     first, layers = hf.get("max_window_layers"), hf.get("num_hidden_layers")
-    if (kinds := hf.get("layer_types")) is not None:
-        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-            text = f"config.json: layer_types={show(kinds)} has other than 'full_attention'"
-            raise ValueError(text)
-        if len(kinds) != layers:
-            text = f"config.json: {len(kinds)} layer_types, but num_hidden_layers={show(layers)}"
-            raise ValueError(text)
-        return True
-    return type(first) is type(layers) is int and first >= layers
+    if (kinds := hf.get("layer_types")) is None:
+        return type(first) is type(layers) is int and first >= layers
+    full = ["full_attention"] * len(kinds) if isinstance(kinds, list) else None
+    if full is None or kinds != full or len(full) != layers:
+        what = f"'full_attention' for each of num_hidden_layers={show(layers)}"
+        raise ValueError(f"config.json: layer_types={show(kinds)} is not implemented, only {what}")
+    return True
 
 
 STATE_SPEC = DecodeState(
@@ -411,19 +430,18 @@ STATE_SPEC = DecodeState(
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight: as published; or padded with zeros (in fp8, to whole
-    blocks; `sample` never draws a padded id), and key/value heads repeated where they are fewer
-    than `shards`, so that every split dimension divides. Experts must divide as they are."""
+    """Shape and partition of every weight, as published; but on a mesh every split dimension must
+    divide, so it is padded with zeros (fp8 to whole blocks; `sample` never draws a padded id), and
+    key/value heads are repeated if they are fewer than `shards`. The experts must divide."""
     c, n, fp8 = config, shards.model, Fp8 if config.fp8 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
     D, E, V = c.hidden_size, c.num_experts, round_up(c.vocab_size, n)
     out, into = P(MODEL, None), P(None, MODEL)  # split by output, or by input
-
-    def width(F: int, parts: int) -> int:
-        return round_up(F, parts * FP8_BLOCK if fp8 and parts > 1 else parts)
-
-    F, F_moe = width(c.intermediate_size, n), width(c.moe_intermediate_size, shards.tensor)
+    F, F_moe = (
+        round_up(F, parts * FP8_BLOCK if fp8 and parts > 1 else parts)
+        for F, parts in ((c.intermediate_size, n), (c.moe_intermediate_size, shards.tensor))
+    )
     dense = Mlp(
         w_gate=matrix((F, D), out, fp8),
         w_up=matrix((F, D), out, fp8),
@@ -462,8 +480,8 @@ def is_sparse(layer: int, config: Config) -> bool:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. Heads
-    whose width is no multiple of 128 have rows of value and key in one array, [B, K, S, 2 * H]."""
+    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. If H is
+    no multiple of 128, value and key share a row of one array [B, K, S, 2 * H] (`RowCache`)."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
     return DecodeState(
@@ -475,8 +493,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Stored name -> the weight that it becomes, and the order of its heads. Same: must equal that
-    weight, and is dropped. None: dropped. Any other name: ValueError."""
+    """Published name -> the weight that it becomes. An Order puts the heads of each device next to
+    each other. Same must equal that weight. Same and None are dropped. Other names: ValueError."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {
@@ -499,4 +517,5 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         "model.norm.weight": "norm",
         "lm_head.weight": Same("embed") if config.tie_word_embeddings else "head",
     }
+    # In fp8 each projection is stored as two tensors: values, and the scales of their blocks.
     return fp8_table(table, PROJECTIONS, shards) if config.fp8 else table

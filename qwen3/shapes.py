@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from common.machines.chips import Slice
+
 
 def _dense(**sizes: Any) -> dict[str, Any]:
     return dict(
@@ -112,15 +114,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 SHAPES |= {f"{name}-fp8": _fp8(config) for name, config in SHAPES.items()}
 
-# A TPU slice that holds each size, the mesh on it, and whether weights and cache are in int8.
-SLICES: dict[str, tuple[str, str, str | None]] = {
-    "qwen3-0.6b": ("v5e:2x2", "tensor=1", None),
-    "qwen3-1.7b": ("v5e:2x2", "tensor=1", None),
-    "qwen3-4b": ("v5e:2x2", "tensor=4", None),
-    "qwen3-8b": ("v5e:2x2", "tensor=4", None),
-    "qwen3-14b": ("v5e:2x4", "tensor=8", None),
-    "qwen3-32b": ("v5e:2x4", "tensor=8", "int8"),
-    "qwen3-30b-a3b": ("v5e:2x4", "expert=8", None),
-    "qwen3-235b-a22b": ("v5e:4x8", "expert=32", None),
-    "qwen3-coder-480b-a35b": ("v5e:8x8", "expert=32,tensor=2", "int8"),
+SLICES = {
+    "qwen3-0.6b": Slice("v5e:2x2", "tensor=1"),
+    "qwen3-1.7b": Slice("v5e:2x2", "tensor=1"),
+    "qwen3-4b": Slice("v5e:2x2", "tensor=4"),
+    "qwen3-8b": Slice("v5e:2x2", "tensor=4"),
+    "qwen3-14b": Slice("v5e:2x4", "tensor=8"),
+    "qwen3-32b": Slice("v5e:2x4", "tensor=8", quant="int8", kv_quant="int8"),
+    "qwen3-30b-a3b": Slice("v5e:2x4", "expert=8"),
+    "qwen3-235b-a22b": Slice("v5e:4x8", "expert=32"),
+    "qwen3-coder-480b-a35b": Slice("v5e:8x8", "expert=32,tensor=2", quant="int8", kv_quant="int8"),
 }

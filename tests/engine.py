@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from common.cache import LayerCache
+from common.kernels.dispatch import Impl
 from common.loading.checkpoint import load_weights
 from common.loading.files import read_json
 from common.quant import Storage
@@ -24,7 +25,6 @@ from common.sharding import DATA, P, Shards, make_mesh, model_shards, parse_mesh
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = ROOT / "tests" / "fixtures"
-FAMILIES = sorted(file.parent.name for file in ROOT.glob("*/model.py"))
 # Of a command line: that of the tests without their eight devices.
 FLAGS = [x for x in os.environ["XLA_FLAGS"].split() if "host_platform_device_count" not in x]
 ENVIRONMENT = {**os.environ, "XLA_FLAGS": " ".join(FLAGS)}
@@ -148,7 +148,7 @@ def _logits(weights, cache, tokens_BT, end_B, model, config, mesh, implementatio
 
 
 def forward(
-    engine: Engine, cache: Any, tokens_BT: Any, end_B: Any, implementation: str | None = None
+    engine: Engine, cache: Any, tokens_BT: Any, end_B: Any, implementation: str = Impl.AUTO
 ) -> Any:
     """Logits [B, T, V] as numpy, and the cache."""
     model, config, weights, mesh, *_ = engine

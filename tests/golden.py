@@ -21,6 +21,7 @@ from engine import (
     serve,
 )
 
+from common.kernels.dispatch import Impl
 from common.sampling import sampling_params
 from common.sharding import DATA, P, Shards
 from common.weights import by_path, check_divides
@@ -32,7 +33,7 @@ def prompts_of(engine: Engine) -> Any:
     return goldens(engine.family, engine.variant)
 
 
-def prompt_logits(engine: Engine, dtype: Any = jnp.float32, implementation: str | None = None):
+def prompt_logits(engine: Engine, dtype: Any = jnp.float32, implementation: str = Impl.AUTO):
     """The logits [n, V] of each golden prompt, all read in one call: side by side, padded with
     other tokens to the longest."""
     prompts = prompts_of(engine)
@@ -48,7 +49,7 @@ def prompt_logits(engine: Engine, dtype: Any = jnp.float32, implementation: str 
 def stepwise_logits(
     engine: Engine,
     dtype: Any = jnp.float32,
-    implementation: str | None = None,
+    implementation: str = Impl.AUTO,
     capacity: int = CAPACITY,
 ):
     """The same token by token: slots start at different times, are empty before, and empty again

@@ -31,6 +31,7 @@ NEW = 12
 DISTINCT = 6  # tokens of a continuation at least: one that repeats itself tests little
 ATTEMPTS = 2000  # prompts of one length
 PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight")  # published in fp8
+BESIDE_ROPE_SCALING = ("rope_theta", "partial_rotary_factor")  # in older files, next to it
 MARGIN = 0.005  # between the best and the second best logit of a greedy step: far above float noise
 
 
@@ -48,17 +49,19 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 def spell_as_on_the_hub(directory: Path) -> None:
+    """The settings that transformers 5 renamed, under their older names. What one family alone
+    renames is in `rewrite` of its variants."""
     file = directory / "config.json"
     config = json.loads(file.read_text())
     rope = config.pop("rope_parameters")
     if "rope_theta" in rope:
-        config["rope_theta"] = rope.pop("rope_theta")
-        config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+        scaling = {} if rope["rope_type"] == "default" else rope
+        beside = [key for key in rope if not scaling or key in BESIDE_ROPE_SCALING]
+        config |= {key: rope.pop(key) for key in beside if key != "rope_type"}
+        config["rope_scaling"] = scaling or None
     else:  # one for each type of layer, which has no older spelling
         config["rope_parameters"] = rope
     config["torch_dtype"] = config.pop("dtype")
-    if config["model_type"] == "qwen3_moe":
-        config["num_experts"] = config.pop("num_local_experts")
     if config.get("head_dim", 0) * config["num_attention_heads"] == config["hidden_size"]:
         del config["head_dim"]
     file.write_text(json.dumps(config, indent=2) + "\n")

@@ -27,8 +27,8 @@ F32_ATOL = 1e-5  # of outputs whose largest is about 4; reached: 6e-6
 BF16_RTOL = (
     0.015  # of the largest output; reached: 0.008, where rounding it alone costs up to 0.004
 )
-DECODE_IMPLEMENTATIONS = ("reference", "blocked", None)
-PREFILL_IMPLEMENTATIONS = ("reference", "blocked", "tpu", None)
+DECODE_IMPLEMENTATIONS = ("reference", "blocked", "auto")
+PREFILL_IMPLEMENTATIONS = ("reference", "blocked", "tpu", "auto")
 BOTH = ("reference", "blocked")
 WINDOW, CHUNK = 17, 23
 SCALES = ("k_scale_BKS", "v_scale_BKS")
@@ -457,7 +457,7 @@ def test_the_blocked_implementation_reads_the_filled_and_visible_blocks_alone(T,
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("implementation", ["blocked", None], ids=str)
+@pytest.mark.parametrize("implementation", ["blocked", "auto"], ids=str)
 @pytest.mark.parametrize("call", [decode, prefill])
 def test_from_the_call_down_to_a_step_of_the_softmax_are_three_functions(
     call, implementation, dtype, monkeypatch
@@ -717,5 +717,5 @@ def test_query_heads_that_do_not_divide_by_the_cache_heads_are_refused(attend):
 @pytest.mark.parametrize("attend", [ragged_decode_attention, prefill_attention])
 def test_an_unknown_implementation_is_refused_with_those_there_are(attend):
     message = refusal(attend, implementation="flash")
-    assert "'flash'" in message and "'reference', 'blocked'" in message
-    assert "'tpu'" in message
+    assert "'flash'" in message and "auto, reference, blocked" in message
+    assert "tpu" in message

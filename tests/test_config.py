@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from engine import hf_config, model_of
-from test_families import FAMILIES
+from families import FAMILIES
 
 from common.loading.shape import published_sizes
 

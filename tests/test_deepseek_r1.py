@@ -127,7 +127,7 @@ def test_a_setting_that_is_not_implemented_is_refused_by_name(variant, name, val
         (dict(n_group=24), "24 experts are not n_group=24 equal groups of 2 or more"),
         (dict(topk_group=5), "topk_group=5 of n_group=4 groups have fewer than 3 experts"),
         (dict(num_experts_per_tok=13), "topk_group=2 of n_group=4 groups have fewer than 13"),
-        (dict(num_experts_per_tok=25), "num_experts_per_tok=25 of only 24 experts"),
+        (dict(num_experts_per_tok=25), "num_experts_per_tok=25 is above n_routed_experts=24"),
         (dict(num_key_value_heads=3), "num_key_value_heads=3"),
         (dict(qk_rope_head_dim=11, head_dim=11), "qk_rope_head_dim=11 must be an even number"),
     ],
@@ -307,7 +307,7 @@ def test_what_makes_latents_is_whole_on_every_device_and_still_a_matrix():
     for name in ("wq_a", "wkv_a"):
         weight = layout[f"layers.1.{name}"]
         assert weight.kind == "matrix" and not any(weight.spec)
-    assert layout["layers.1.wkv"].kind == "heads"
+    assert layout["layers.1.wkv"].kind == "headwise"
     assert layout["layers.1.mlp.experts.w_up"].spec == P("expert", "tensor", None)
 
 

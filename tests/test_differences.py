@@ -22,6 +22,7 @@ ARCHITECTURE = {
 # Helpers of one name and task that two families still write differently, and why.
 INTENDED = {
     ("rms_norm", "gpt_oss"): "multiplies by the weight in float32",
+    ("moe", "gpt_oss"): "passes on the limit that clamps",
     ("rope_frequencies", "llama3"): "the llama3 scaling, not YaRN",
     ("rotary", "llama3"): "no attention factor",
     ("Step", "gpt2"): "rotates nothing",
@@ -36,7 +37,7 @@ LATENT = {
     "Step": "rotates a part of a head",
     "Yarn": "scales by mscale",
     "attention_factor": "scales by mscale",
-    "forward": "is in two parts, for the layer that drafts",
+    "forward": "caches latents",
     "init_state": "caches latents",
     "moe": "has shared experts",
     "rope_frequencies": "rotates a part of a head",
@@ -47,8 +48,8 @@ CHUNKED = {
     "DecodeState": "its keys are not all rotated",
     "Experts": "have no biases",
     "Mlp": "is never that of all experts",
-    "Step": "has temperatures",
-    "forward": "has temperatures",
+    "Step": "has scales of queries",
+    "forward": "scales queries",
     "is_sparse": "reads other settings",
     "moe": "has shared experts, and scores that scale what goes into the others",
     "rope_frequencies": "rotates neighbours",

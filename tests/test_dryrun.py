@@ -422,7 +422,7 @@ def test_the_room_that_is_said_is_used_up_by_as_much():
         (["--layers", "0"], "--layers 0: must be at least 1"),
         (["--layers", "9"], "--layers 9: the model has only 2"),
         (["--max-len", "100000000"], "--max-len 100000000 is above max_position_embeddings"),
-        (["--implementation", "none"], "unknown implementation 'none'"),
+        (["--implementation", "none"], "--implementation: invalid choice: 'none'"),
         (["--hlo", "/dev/null/programs"], "/dev/null/programs"),
         (["--prompt", "Hello"], "--prompt does not go with --dry-run, which generates nothing"),
     ],

@@ -150,7 +150,7 @@ def programs(tmp_path_factory):
 def test_a_damaged_entry_is_dropped_with_one_line(shell, programs, damage):
     home, text = programs
     folder = home / "folio" / "programs"
-    entry = next(folder.glob("jit_prefill-*-cache"))
+    entry = next(folder.glob("jit_extend-*-cache"))
     whole = entry.read_bytes()
     damage(entry)
     done, _ = shell(ASKED, XDG_CACHE_HOME=str(home))
@@ -158,7 +158,7 @@ def test_a_damaged_entry_is_dropped_with_one_line(shell, programs, damage):
     lines = done.stderr.splitlines()
     if damage is not DAMAGE["unreadable"] or os.getuid():  # root can read all
         assert len(lines) == 2 and lines[0].startswith(f"[dropped a damaged entry of {folder}: ")
-        assert "jit_prefill" in lines[0]
+        assert "jit_extend" in lines[0]
     again, _ = shell(ASKED, XDG_CACHE_HOME=str(home))
     assert len(again.stderr.splitlines()) == 1, again.stderr
     assert entry.is_file() and abs(len(entry.read_bytes()) - len(whole)) < 10_000

@@ -1,19 +1,30 @@
 """What holds of every family: it computes what transformers computes, on every mesh, in any batch
 and, within stated bounds, in every precision; and it refuses what it would compute wrongly.
 
-A family joins by a line in FAMILIES; its variants are the folders of tests/fixtures/<family>.
+A family joins by a line in tests/families.py; its variants are the folders of
+tests/fixtures/<family>.
 """
 
 import functools
 import re
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close
-from engine import FIXTURES, empty_cache, forward, goldens, hf_config, load, model_of
+from engine import (
+    FIXTURES,
+    empty_cache,
+    forward,
+    goldens,
+    hf_config,
+    init_state,
+    load,
+    model_of,
+)
+from families import FAMILIES
 from golden import (
     assert_divides,
     assert_golden,
@@ -24,36 +35,12 @@ from golden import (
     stepwise_logits,
 )
 
-from common.quant import INT8, TRANSPOSED
+from common.config import read_config
+from common.quant import INT8, TRANSPOSED, Fp8
 from common.ranges import Index
 from common.sharding import Shards, parse_mesh, split_heads
-from common.weights import check_divides
+from common.weights import by_path, check_divides
 
-
-class Family(NamedTuple):
-    """What is stated of one family. Bounds on low precision are of the root mean square of the
-    errors over that of the logits, over all positions of all prompts."""
-
-    precise: tuple[str, str]  # the variants in which precision is tested; the first on tensor=2
-    bf16: float
-    int8_weights: float
-    int8_cache: float
-    int8_both: float  # in bf16
-    atol: float = 1e-4  # of float32 logits, whose standard deviation is 1.2 to 3.2
-
-
-# Random models amplify rounding, and a mixture's send a token to other experts for it:
-# transformers' own bf16 is 0.036 and 0.041 away from its float32 for llama3. Llama 4's "scout"
-# chooses one expert in every layer, so that one choice changes all that follows: it is no measure.
-FAMILIES = {
-    "deepseek_r1": Family(("yarn", "v2"), 0.11, 0.135, 0.08, 0.14),
-    "gpt2": Family(("prefixed", "hub"), 0.013, 0.028, 0.006, 0.030, atol=3e-5),
-    "gpt_oss": Family(("plain", "mxfp4"), 0.06, 0.11, 0.033, 0.12),
-    "kimi_k2": Family(("yarn", "plain"), 0.085, 0.115, 0.072, 0.135),
-    "llama3": Family(("scaled", "tied"), 0.045, 0.105, 0.028, 0.115),
-    "llama4": Family(("text", "maverick"), 0.03, 0.062, 0.024, 0.072),
-    "qwen3": Family(("yarn", "moe"), 0.045, 0.09, 0.02, 0.095),
-}
 # Heads, widths, experts and vocabularies of the variants divide by few of these sizes.
 MESHES = (
     "tensor=2",
@@ -258,6 +245,24 @@ def test_generate_updates_its_state_in_place(family, variant, dtype):
     assert_updates_in_place(load(family, variant, "tensor=2", "bfloat16"), dtype, capacity=8200)
 
 
+@FIRST
+def test_a_full_slot_and_an_empty_one_stay_as_they_are(family, variant):
+    """Beside one that grows."""
+    engine, prompt = load(family, variant), goldens(family, variant)[2].tokens
+    n = len(prompt)
+    state = init_state(engine, 3, n + 1, jnp.float32)
+    lengths, tokens_BT = jnp.array([n, 0, n - 1]), jnp.tile(jnp.asarray(prompt), (3, 1))
+    static = dict(config=engine.config, mesh=engine.mesh)
+    state = engine.model.prefill(engine.weights, state, tokens_BT, lengths, **static)
+    for want in ([n + 1, 0, n], [n + 1, 0, n + 1]):
+        before = jax.tree.map(jnp.copy, state)
+        state = engine.model.generate(engine.weights, state, **static)
+        np.testing.assert_array_equal(state.length_B, want)
+    np.testing.assert_array_equal(state.token_B[:2], before.token_B[:2])
+    for new, old in zip(jax.tree.leaves(state.cache), jax.tree.leaves(before.cache), strict=True):
+        np.testing.assert_array_equal(new[:2], old[:2])
+
+
 @SECOND
 def test_a_step_computes_the_angles_of_its_positions_once(family, variant):
     """And not in each layer, where XLA's CPU compiler would fuse them into the rotations, and that
@@ -267,7 +272,7 @@ def test_a_step_computes_the_angles_of_its_positions_once(family, variant):
     state = jax.eval_shape(lambda: model.init_state(config, 1, 64, jnp.float32))
     given = engine.weights, state, jnp.zeros((1, 32), jnp.int32), jnp.array([32])
     step = model.prefill.lower(*given, config=config, mesh=engine.mesh)
-    rotates = family != "gpt2"
+    rotates = hasattr(model, "rotary")
     cos_and_sin = re.search(r"optimization_barrier %\S+, %\S+ ", step.as_text())
     assert (cos_and_sin is not None) == rotates
     if jax.__version_info__ >= (0, 11):
@@ -279,8 +284,10 @@ def test_a_step_computes_the_angles_of_its_positions_once(family, variant):
 
 @pytest.mark.parametrize("family, variant", VARIANTS)
 def test_every_split_dimension_divides_on_every_mesh_that_fits(family, variant):
+    """Some mesh fits every variant but those in fp8, whose matrices may have too few blocks."""
     config = model_of(family).config_from_hf(hf_config(family, variant))
-    assert meshes(family, variant) or variant == "fp8"
+    published = {w.published for w in by_path(model_of(family).weight_layout(config)).values()}
+    assert meshes(family, variant) or Fp8 in published
     for axes in meshes(family, variant):
         sizes = parse_mesh(axes)
         shards = Shards(sizes.get("expert", 1), sizes.get("tensor", 1))
@@ -312,30 +319,33 @@ def refused(family, hf):
     return str(error.value)
 
 
+def names_of(family, field):
+    """The keys that a field may have in a config.json."""
+    hint = get_type_hints(model_of(family).Config, include_extras=True)[field]
+    return [field, *(x for x in getattr(hint, "__metadata__", ()) if isinstance(x, str))]
+
+
 def spelled(family, hf, field):
-    """The key under which a field stands in a config.json, or None."""
-    hints = get_type_hints(model_of(family).Config, include_extras=True)
-    names = [field, *(x for x in getattr(hints[field], "__metadata__", ()) if isinstance(x, str))]
-    return next((name for name in names if name in hf), None)
-
-
-DERIVED = (
-    "rope_theta",
-    "rope_scaling",
-    "num_key_value_heads",
-    "head_dim",
-    "n_inner",
-    "q_lora_rank",
-)
+    """The key that a field has in a config.json, or None."""
+    return next((name for name in names_of(family, field) if name in hf), None)
 
 
 @pytest.mark.parametrize("family, variant", VARIANTS)
-def test_a_field_that_has_no_default_is_missed_by_name(family, variant):
-    Config = model_of(family).Config
-    hf = hf_config(family, variant)
-    for field in set(Config._fields) - set(Config._field_defaults):
-        key = spelled(family, hf, field)
-        if key not in (None, *DERIVED) and hf[key] is not None:
+def test_a_field_that_has_no_default_is_missed_by_name(family, variant, monkeypatch):
+    """Unless the model file says what it means without a key, or reads it itself."""
+    model, hf, found = model_of(family), hf_config(family, variant), {}
+
+    def read(*args, **options):
+        found.update(options)
+        return read_config(*args, **options)
+
+    monkeypatch.setattr(model, "read_config", read)
+    Config, hints = type(model.config_from_hf(hf)), get_type_hints(model.Config)
+    how = ("fields_read", "if_missing", "if_null")
+    derived = {field for name in how for field in found.get(name, ())}
+    derived |= {field for field in Config._fields if type(None) in get_args(hints[field])}
+    for field in {*Config._fields} - {*Config._field_defaults} - derived:
+        if (key := spelled(family, hf, field)) and hf[key] is not None:
             assert key in refused(family, {**hf, key: None}).split("which this model needs")[0]
 
 
@@ -365,25 +375,28 @@ def test_a_switch_that_is_no_boolean_is_refused_by_name(family, variant):
                 assert f"{field}=" in refused(family, {**hf, field: value})
 
 
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("embedding_multiplier", 12.0),
-        ("no_rope_layers", [1, 0]),
-        ("scale_emb", 12),
-        ("partial_rotary_factor", 0.5),
-        ("is_causal", False),
-        ("quantization_config", {"quant_method": "gptq", "bits": 4}),
-        ("original_max_position_embeddings", 4096),
-        ("per_layer_config", {"0": {}}),
-        ("model_type", "gemma"),
-        ("model_type", None),
-        ("model_type", ["llama"]),
-        ("anything_new", 1),
-    ],
+STRANGE: tuple[tuple[str, Any], ...] = (
+    ("embedding_multiplier", 12.0),
+    ("no_rope_layers", [1, 0]),
+    ("scale_emb", 12),
+    ("partial_rotary_factor", 0.5),
+    ("is_causal", False),
+    ("quantization_config", {"quant_method": "gptq", "bits": 4}),
+    ("original_max_position_embeddings", 4096),
+    ("per_layer_config", {"0": {}}),
+    ("model_type", "gemma"),
+    ("model_type", None),
+    ("model_type", ["llama"]),
+    ("anything_new", 1),
 )
+
+
+@pytest.mark.parametrize("key, value", STRANGE)
 @FIRST
 def test_a_key_that_the_file_does_not_know_is_refused_by_name(family, variant, key, value):
+    """Or, if it is a field of this family, because its value is one that no such file has."""
+    fields = {name for f in model_of(family).Config._fields for name in names_of(family, f)}
+    value = [value] if key in fields else value
     assert key in refused(family, {**hf_config(family, variant), key: value})
 
 

@@ -67,7 +67,7 @@ def config_of(variant="plain", **changes):
         (dict(layer_types=["full_attention"] * 3), "3 layer_types, but num_hidden_layers is 2"),
         (dict(layer_types=["full_attention"]), "1 layer_types, but num_hidden_layers is 2"),
         (dict(quantization_config=dict(quant_method="fp8")), "'fp8' is not implemented"),
-        (dict(num_experts_per_tok=7), "num_experts_per_tok=7 of only 6 experts"),
+        (dict(num_experts_per_tok=7), "num_experts_per_tok=7 is above num_local_experts=6"),
         (dict(experts_per_token=2), "are one setting under two names"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

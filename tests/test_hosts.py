@@ -13,7 +13,8 @@ import time
 import numpy as np
 import pytest
 from engine import ENVIRONMENT, QUICKLY, ROOT
-from test_families import FAMILIES, fixtures, meshes
+from families import FAMILIES
+from test_families import fixtures, meshes
 
 from common.command.arguments import read_host_options
 from common.machines import cluster

@@ -64,7 +64,7 @@ def test_the_goldens_cross_chunks_and_steps_of_the_temperature():
 def test_the_temperature_is_that_of_the_absolute_position():
     config = model.config_from_hf(SHAPES["llama-4-scout"])
     position = np.array([[0, 8190, 8191, 16383, 10_000_000]])
-    got = model.temperature(jnp.asarray(position), config)[0, :, 0, 0]
+    got = model.query_scale(jnp.asarray(position), config)[0, :, 0, 0]
     want = 1 + 0.1 * np.log(1 + np.floor((position[0] + 1) / 8192))
     assert_close(got, want, rtol=1e-6)
     assert got[0] == got[1] == 1 < got[2]
@@ -114,7 +114,7 @@ def config_of(variant, text=None, **changes):
         ("text", dict(no_rope_layers=[1, 0]), "2 no_rope_layers, but num_hidden_layers is 3"),
         ("text", dict(no_rope_layers=[1, 0, 2]), r"no_rope_layers\[2\]=2 is not implemented"),
         ("text", dict(layer_types=["full_attention"] * 3), "differs from what no_rope_layers says"),
-        ("text", dict(num_experts_per_tok=7), "num_experts_per_tok=7 of only 6 experts"),
+        ("text", dict(num_experts_per_tok=7), "num_experts_per_tok=7 is above num_local_experts=6"),
         ("scout", dict(text_config=None), "text_config=None must be an object"),
         ("scout", dict(text_config=[1]), r"text_config=\[1\] must be an object"),
         ("scout", dict(tie_word_embeddings=True), "tie_word_embeddings=True is not implemented"),

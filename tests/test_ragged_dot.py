@@ -23,7 +23,7 @@ from common.quant import Fp8, Int8, Mxfp4
 from common.sharding import make_mesh
 
 F32, BF16 = jnp.float32, jnp.bfloat16
-IMPLEMENTATIONS = ("reference", "blocked", "tpu", None)
+IMPLEMENTATIONS = ("reference", "blocked", "tpu", "auto")
 F32_RTOL = 1e-6  # of the largest number
 BF16_RTOL = 0.01
 
@@ -585,7 +585,7 @@ def test_rows_of_4_bit_weights_that_are_no_whole_groups_are_refused():
     assert "72" in refusal(shape((8, 72), F32), w, SIZES_4)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu", None])
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu", "auto"])
 @pytest.mark.parametrize("form", [F32, Int8])
 def test_arrays_of_numpy_are_taken_as_those_of_jax(implementation, form):
     given = make(next(case for case in CASES if case.form is form))[0][:3]
@@ -613,7 +613,7 @@ def test_rows_and_group_sizes_of_another_kind_are_refused():
 
 def test_an_unknown_implementation_is_refused_with_those_there_are():
     message = refusal(*make(CASES[0])[0][:3], implementation="dense")
-    assert "'dense'" in message and "'reference', 'blocked', 'tpu'" in message
+    assert "'dense'" in message and "auto, reference, blocked, tpu" in message
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ def test_a_slot_on_another_data_shard_cannot_be_named():
     mesh = make_mesh(data=2)
     config = load(model).config
     state, prompt = (model.init_state(config, n, 40, jnp.float32) for n in (4, 2))
-    with pytest.raises(ValueError, match=r"\[0, 2\), counted within the data shard of its row"):
+    with pytest.raises(ValueError, match=r"\[0, 2\), numbered within the data shard of its row"):
         model.insert(state, prompt, np.array([3, -1]), mesh=mesh)
 
 

@@ -10,7 +10,8 @@ import importlib
 import jax
 import jax.numpy as jnp
 import pytest
-from engine import FAMILIES, model_of
+from engine import model_of
+from families import FAMILIES
 
 from common.machines.chips import devices_of
 from common.machines.dryrun import abstract_state, abstract_weights, device_bytes, dry_run
@@ -37,11 +38,11 @@ def largest(layers):
 @pytest.mark.parametrize("family, size", list(slices()))
 def test_a_published_size_compiles_for_a_slice_that_it_fits(family, size):
     model, shapes = model_of(family), importlib.import_module(f"{family}.shapes")
-    topology, axes, quant = shapes.SLICES[size]
+    topology, axes, quant, kv_quant = shapes.SLICES[size]
     config = model.config_from_hf(shapes.SHAPES[size])
     mesh = make_mesh(**parse_mesh(axes), devices=devices_of(topology))
     capacity = min(CAPACITY, config.max_position_embeddings)
-    cache, storage = jnp.int8 if quant == "int8" else jnp.bfloat16, INT8 if quant else None
+    cache, storage = jnp.dtype(kv_quant or "bfloat16"), INT8 if quant else None
     options = dict(capacity=capacity, cache_dtype=cache, storage=storage)
     few = config._replace(num_hidden_layers=LAYERS)
     if "first_k_dense_replace" in config._fields:  # one dense layer, and one of experts

@@ -1,9 +1,7 @@
 """Writes docs/differences.md: what each model file does that llama3's does not, definition by
 definition. And renumbers links to lines of code, in the READMEs and in docs/reading.md.
 
-    python tools/differences.py [family ...]
-
-A family that is named joins the page, which keeps those that it has.
+    python tools/differences.py
 """
 
 import ast
@@ -14,10 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from families import SHOWN  # noqa: E402
+
 PAGE, READING = ROOT / "docs" / "differences.md", ROOT / "docs" / "reading.md"
 BASE = "llama3"
 NEARER = {"kimi_k2": "deepseek_r1"}  # families that are compared with another than llama3
-FAMILIES = re.findall(r"^## \w+ → (\w+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+FAMILIES = [family for family in SHOWN if family != BASE]
 
 HEAD = """# From llama3 to the others
 
@@ -115,9 +117,8 @@ def reranged(page: Path) -> str:
 
 
 if __name__ == "__main__":
-    families = sorted({*FAMILIES, *sys.argv[1:]})
-    PAGE.write_text(page(families), encoding="utf-8")
-    for family in (BASE, *families):
+    PAGE.write_text(page(FAMILIES), encoding="utf-8")
+    for family in SHOWN:
         readme = ROOT / family / "README.md"
         readme.write_text(renumbered(readme), encoding="utf-8")
     READING.write_text(reranged(READING), encoding="utf-8")

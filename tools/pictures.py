@@ -469,7 +469,7 @@ def llama4_chunks() -> Picture:
                         "faint")]
     rotary = [model.is_rotary(i, c) for i in range(c.num_hidden_layers)]
     at = [0, c.floor_scale - 1, 131071, c.max_position_embeddings - 1]
-    sharper = model.temperature(jnp.array([at]), c).ravel().tolist()
+    sharper = model.query_scale(jnp.array([at]), c).ravel().tolist()
     figures = ", ".join(f"{t:.2f} at {p:,}" for p, t in zip(at, sharper, strict=True))
     shapes += [
         text(20, 410, f"Scout's {len(rotary)} layers: {rotary.count(True)} rotary, in chunks of "

@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+from families import SHOWN  # noqa: E402
 
 from common.machines.chips import CHIPS, devices_of  # noqa: E402
 from common.machines.dryrun import Plan, compile_step, place, products_and_unread  # noqa: E402
@@ -37,7 +38,6 @@ from common.machines.mesh_choice import USABLE, best_axes, load_of, loads, step_
 from common.quant import INT8  # noqa: E402
 from common.sharding import axes_of, make_mesh  # noqa: E402
 
-FAMILIES = ["gpt2", "llama3", "qwen3", "gpt_oss", "llama4", "deepseek_r1", "kimi_k2"]
 DATA = ROOT / "docs" / "topologies.json"
 SLOTS, CAPACITY = 8, 2048
 TPUS = {"v5e:1x1": 1, "v5e:2x2": 4, "v5e:2x4": 8, "v5e:4x4": 16, "v5e:4x8": 32, "v5e:8x8": 64}
@@ -112,7 +112,7 @@ def storages(family: str, size: str) -> list[str]:
 
 
 def sizes() -> Iterator[tuple[str, str]]:
-    for family in FAMILIES:
+    for family in SHOWN:
         for size in importlib.import_module(f"{family}.shapes").SHAPES:
             if size not in ALIKE and not size.endswith("-fp8"):
                 yield family, size

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from common.kernels.dispatch import Impl
+
 EXAMPLES = """
 examples:
   python -m {name}.main                             the small model that the repository ships
@@ -100,7 +102,7 @@ def parser(name: str) -> argparse.ArgumentParser:
         "--prompt-tokens", type=int, default=512, metavar="T", help="read at once (default: 512)"
     )
     dry.add_argument("--layers", type=int, metavar="N", help="instead of the model's own number")
-    dry.add_argument("--implementation", help="of the kernels (default: the platform's)")
+    dry.add_argument("--implementation", choices=[*Impl], help="of the kernels (default: auto)")
     dry.add_argument("--hlo", type=Path, metavar="DIR", help="write the compiled programs")
     run = ap.add_argument_group("running")
     run.add_argument(

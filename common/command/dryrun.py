@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from common.kernels.dispatch import AUTO
 from common.loading.shape import read_shape
 from common.machines.chips import UNKNOWN, Chip
 from common.machines.dryrun import DryRun, Plan, Step, dry_runs, place
@@ -48,7 +49,7 @@ def plan_of(module: ModuleType, args: argparse.Namespace) -> Plan:
         dtype=dtype,
         cache_dtype=jnp.dtype(args.kv_quant or dtype),
         storage=INT8 if args.quant else None,
-        implementation=args.implementation,
+        implementation=args.implementation or AUTO,
     )
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from common.kernels.attention_blocked import attention_blocked
-from common.kernels.dispatch import Kernel, choose
+from common.kernels.dispatch import AUTO, Kernel, choose
 from common.kernels.reference import attention_reference
 from common.kernels.shapes import check_kind, check_shape, check_shapes
 
@@ -38,7 +38,7 @@ def ragged_decode_attention(
     sinks_N: Array | None = None,
     v_dim: int | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: str = AUTO,
 ) -> Array | tuple[Array, Array]:
     """Attention of T queries a slot, causal among themselves, over [starts, lengths) of its cache.
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from common.kernels.attention_blocked import attention_blocked
-from common.kernels.dispatch import Kernel, choose
+from common.kernels.dispatch import AUTO, Impl, Kernel, choose
 from common.kernels.reference import attention_reference
 from common.kernels.shapes import check_shapes, is_whole
 from common.kernels.visible import first_seen
@@ -37,7 +37,7 @@ def prefill_attention(
     v_scale_BKS: Array | None = None,
     sinks_N: Array | None = None,
     v_dim: int | None = None,
-    implementation: str | None = None,
+    implementation: str = AUTO,
 ) -> Array:
     """Causal attention of the last T of each row's `lengths` positions over its cache.
 
@@ -67,8 +67,8 @@ def prefill_attention(
     for name, n in dict(window=window, chunk=chunk).items():
         if n is not None and not (is_whole(n) and n > 0):
             raise ValueError(f"{name}={n} is not a positive number of positions")
-    if implementation is None and q_BTNH.dtype != jnp.bfloat16:
-        implementation = "blocked"
+    if implementation == AUTO and q_BTNH.dtype != jnp.bfloat16:
+        implementation = Impl.BLOCKED
     lengths_B = jnp.maximum(lengths_B, 0)  # lengths - T must not wrap around
     T = q_BTNH.shape[1]
     starts_BT = first_seen(lengths_B[:, None] - T + jnp.arange(T), window, chunk)

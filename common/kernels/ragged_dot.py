@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
-from common.kernels.dispatch import Kernel, choose
+from common.kernels.dispatch import AUTO, Kernel, choose
 from common.kernels.shapes import check_kind
 from common.kernels.varying import vary_like
 from common.quant import (
@@ -49,7 +49,7 @@ def ragged_dot(
     *,
     bias_EO: Array | None = None,
     out_dtype: Any = None,
-    implementation: str | None = None,
+    implementation: str = AUTO,
 ) -> Array:
     """Each row of x times the transpose of its expert's matrix [out, in], accumulated in float32.
 

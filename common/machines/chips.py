@@ -20,6 +20,15 @@ class Chip(NamedTuple):
     links: float  # bytes a second that it sends to other devices, over all its links together
 
 
+class Slice(NamedTuple):
+    """Devices that hold a model: the `SLICES` of a family's shapes.py, by the name of the size."""
+
+    topology: str  # as `devices_of` takes it: "v5e:4x4"
+    mesh: str  # as --mesh takes it: "expert=8,tensor=2"
+    quant: str | None = None  # as --quant: "int8" for the weights
+    kv_quant: str | None = None  # as --kv-quant: "int8" for the cache
+
+
 UNKNOWN = 1 << 50  # bytes of memory
 # JAX counts the two cores of a v4 or tpu7x chip as devices, each with half of everything.
 CHIPS = {

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from common.kernels.dispatch import Impl
+from common.kernels.dispatch import AUTO
 from common.kernels.ragged_dot import row_major
 from common.loading.files import first_line
 from common.loading.random_weights import random_weights
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     dtype: Any = jnp.dtype("bfloat16")
     cache_dtype: Any = jnp.dtype("bfloat16")
     storage: Storage | None = None
-    implementation: Impl = None
+    implementation: str = AUTO
 
     @property
     def stored(self) -> str:
@@ -148,7 +148,7 @@ def dry_run(
     dtype: DTypeLike = jnp.bfloat16,
     cache_dtype: DTypeLike = jnp.bfloat16,
     storage: Storage | None = None,
-    implementation: Impl = None,
+    implementation: str = AUTO,
 ) -> tuple[Report, str]:
     """The report on one step, and the compiled program as text.
 

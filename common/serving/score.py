@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from common.kernels.dispatch import KERNEL_FREE, Impl
+from common.kernels.dispatch import AUTO, KERNEL_FREE
 from common.sharding import DATA, MODEL, P
 from common.weights import specs_like
 
@@ -22,7 +22,7 @@ def logits(
     *,
     config: Any,
     mesh: Mesh,
-    implementation: Impl = None,
+    implementation: str = AUTO,
     forward: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
     """A model file's `forward`, or another function of its arguments, on a mesh: float32 logits [B,

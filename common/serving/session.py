@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from common.kernels.dispatch import Impl
+from common.kernels.dispatch import AUTO, Impl
 from common.sampling import sampling_params
 from common.serving.load import Model
 from common.sharding import DATA, P, model_shards
@@ -76,7 +76,7 @@ class Session:
     model: Model
     slots: int
     capacity: int  # positions of a slot
-    implementation: Impl
+    implementation: str
     state: Any  # the model file's DecodeState of all slots
     prompts: Any  # a DecodeState of one slot per data shard, in which prompts are read
     held: list[list[int]]  # the tokens that each slot of `prompts` holds
@@ -102,7 +102,7 @@ def start_session(
     slots: int,
     capacity: int,
     dtype: DTypeLike | None = None,
-    implementation: Impl = None,
+    implementation: str = AUTO,
 ) -> Session:
     """Allocates `slots` slots of `capacity` positions on the model's mesh, with a cache of `dtype`
     (see `cache_dtype`). On CPU the kernels of other platforms are not even imported, unless asked
@@ -111,8 +111,8 @@ def start_session(
     if slots < 1 or slots % rows:
         raise ValueError(f"{slots} slots cannot be split evenly over data={rows}")
     dtype = cache_dtype(model) if dtype is None else jnp.dtype(dtype)
-    if implementation is None and model.on_cpu:
-        implementation = "blocked"
+    if implementation == AUTO and model.on_cpu:
+        implementation = Impl.BLOCKED
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), module.STATE_SPEC)
     shape = dict(capacity=capacity, dtype=dtype, shards=model_shards(mesh))
     make = partial(module.init_state, model.config, **shape)

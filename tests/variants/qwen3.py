@@ -1,5 +1,7 @@
 """Qwen3, dense and mixture of experts, in bf16 and fp8."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,14 @@ def qwen3(
         max_position_embeddings=512,
         **more,
     )
+
+
+def older_name(directory: Path) -> None:
+    """num_experts, as published files spell it."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    config["num_experts"] = config.pop("num_local_experts")
+    file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 VARIANTS = {
@@ -94,6 +104,7 @@ VARIANTS = {
         ),
         dtype=torch.bfloat16,
         hub=True,
+        rewrite=older_name,
     ),
     # All but the widths of the heads are partial blocks; the second layer is sparse.
     "moe_fp8": Variant(
@@ -111,6 +122,7 @@ VARIANTS = {
         ),
         dtype=torch.bfloat16,
         hub=True,
+        rewrite=older_name,
         fp8_scales=torch.bfloat16,
     ),
     "fp8": Variant(

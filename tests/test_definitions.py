@@ -1,0 +1,178 @@
+"""What the docstrings of a model file say is true. The lines in which they define attention and
+experts are run, and the collectives that they count are counted in a compiled step."""
+
+import inspect
+import re
+import textwrap
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_close
+from engine import load, model_of
+from families import FAMILIES
+
+from common.cache import RowCache, append, attend, empty_cache
+from common.kernels.dispatch import Impl
+from common.machines.hlo import collectives, parse
+from common.sharding import MODEL, TENSOR, P, make_mesh
+
+K, G, S, H, B = 3, 2, 24, 6, 4
+LENGTHS = (24, 13, 3, 17)  # of the slots, the T new tokens included
+QUERIES = (1, 3, 11)  # few, and more than few
+
+
+def definitions(function):
+    """The blocks of code in a docstring: its paragraphs that are indented."""
+    paragraphs = re.split(r"\n\n", inspect.getdoc(function))
+    return [textwrap.dedent(p) for p in paragraphs if p.startswith("    ")]
+
+
+def run(code, **names):
+    """The names that a block of code defines, from those that it is given."""
+    names |= dict(jax=jax, jnp=jnp)
+    exec(code, names)
+    return names
+
+
+def latent(family):
+    return hasattr(model_of(family), "absorbed")
+
+
+@pytest.mark.parametrize("T", QUERIES)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if not latent(f)])
+def test_attention_is_what_its_docstring_says(family, T):
+    (code,) = definitions(model_of(family).attention)
+    rng = np.random.default_rng(T)
+    q, k, v = (
+        rng.normal(size=(B, n, heads, H)).astype(np.float32)
+        for n, heads in ((T, K * G), (S, K), (S, K))
+    )
+    sinks = rng.normal(size=(K, G)).astype(np.float32)
+    cache = append(empty_cache((B, K, S, H), jnp.float32), k, v, jnp.zeros(B, jnp.int32))
+    # Without the word a query sees all positions up to its own.
+    limits = [word for word in ("window", "chunk") if re.search(rf"\b{word}\b", code)]
+    for limit in (None, 5) if limits else (None,):
+        options = dict.fromkeys(limits, limit)
+        more = dict(sinks_N=jnp.asarray(sinks.ravel())) if "sinks_KG" in code else {}
+        got = attend(jnp.asarray(q), cache, jnp.array(LENGTHS), scale=H**-0.5, **options, **more)
+        for b, end in enumerate(LENGTHS):
+            q_TKGH = q[b].reshape(T, K, G, H)
+            given = dict(K=K, G=G, T=T, S=S, H=H, end=end, sinks_KG=sinks, q_TKGH=q_TKGH)
+            given |= dict(k_KSH=k[b].swapaxes(0, 1), v_KSH=v[b].swapaxes(0, 1))
+            want = run(code, **given, **dict.fromkeys(limits, limit or S))["o_TKGH"]
+            seen = slice(
+                max(T - end, 0), None
+            )  # queries before the slot's first position see nothing
+            assert_close(got[b].reshape(T, K, G, H)[seen], want[seen], atol=2e-6, what=f"slot {b}")
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("T", QUERIES)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if latent(f)])
+def test_both_forms_of_latent_attention_are_what_the_docstring_says(family, T, tensor):
+    engine = load(family, "yarn")
+    model, c = engine.model, engine.config
+    many, few = definitions(model.attention)
+    N, U, R, J, C = 4, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank
+    rng = np.random.default_rng(T)
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    q = model.Queries(normal(B, T, N, U), normal(B, T, N, R))
+    wkv, latents = normal(N, U + J, C) / C**0.5, normal(B, S, C + R)
+    rows = np.pad(latents, ((0, 0), (0, 0), (0, -(C + R) % 128)))[:, None]
+
+    def both(q, wkv, rows, end_B):
+        layer = model.Layer(*[None] * len(model.Layer._fields))._replace(wkv=wkv)
+        given = layer, RowCache(rows, None, None), model.Step(end_B, None, None, Impl.BLOCKED)
+        return model.absorbed(q, *given, c), model.expanded(q, *given, c)
+
+    heads, positions = P(None, None, MODEL), P(None, None, TENSOR)
+    sharded = jax.shard_map(
+        both,
+        mesh=make_mesh(tensor=tensor),
+        in_specs=(heads, P(MODEL), positions, P()),
+        out_specs=heads,
+        check_vma=False,
+    )
+    got = jax.jit(sharded)(q, wkv.reshape(N * (U + J), C), rows, jnp.array(LENGTHS))
+    for b, end in enumerate(LENGTHS):
+        given = dict(T=T, S=S, end=end, scale=model.softmax_scale(c))
+        given |= dict(wk_NUC=wkv[:, :U], wv_NJC=wkv[:, U:])
+        given |= dict(q_nope_TNU=q.nope[b], q_rope_TNR=q.rope[b])
+        given |= dict(latent_SC=latents[b, :, :C], k_rope_SR=latents[b, :, C:])
+        first = run(many, **given)
+        second = run(few, **first)
+        seen = slice(max(T - end, 0), None)
+        for name, x, want in (("absorbed", got[0], second), ("expanded", got[1], first)):
+            assert_close(x[b][seen], want["o_TNJ"][seen], atol=2e-5, what=f"{name}, slot {b}")
+        assert_close(second["score_NTS"], first["score_NTS"], atol=2e-5, what="scores")
+
+
+PLAIN = dict(deepseek_r1="yarn", gpt_oss="plain", kimi_k2="plain", llama4="text", qwen3="moe")
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if hasattr(model_of(f), "moe")])
+def test_a_mixture_of_experts_is_what_its_docstring_says(family):
+    engine = load(family, PLAIN[family])
+    model, c = engine.model, engine.config
+    (code,) = definitions(model.moe)
+    w = next(layer.mlp for layer in engine.weights.layers if isinstance(layer.mlp, model.Moe))
+    x = np.random.default_rng(0).normal(size=(2, 5, c.hidden_size)).astype(np.float32)
+    limit = [c.swiglu_limit] if "limit" in inspect.signature(model.experts).parameters else []
+
+    def both(x_BTD, w):
+        def expert(e, x):
+            own = jax.tree.map(lambda matrices: matrices[e], w.experts)
+
+            def dot(x, w, bias_EO=0):
+                return jnp.matmul(x, w.T, precision="highest") + bias_EO
+
+            return model.experts(x[None], own, dot, *limit)[0]
+
+        x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        weight_MX, expert_MX = model.route(x_MD, w, c)
+        y_MD = model.mlp(x_MD, w.shared) if hasattr(w, "shared") else jnp.zeros_like(x_MD)
+        given = dict(M=len(x_MD), x_MD=x_MD, y_MD=y_MD, expert=expert, expert_MX=expert_MX)
+        want = run(code, weight_MX=weight_MX, score_MX=weight_MX, **given)["y_MD"]
+        step = model.Step(*[None] * (len(model.Step._fields) - 1), Impl.BLOCKED)
+        return model.moe(x_BTD, w, step, c), want.reshape(x_BTD.shape)
+
+    sharded = partial(jax.shard_map, mesh=make_mesh(), in_specs=P(), out_specs=P(), check_vma=False)
+    got, want = jax.jit(sharded(both))(x, w)
+    assert_close(got, want, atol=1e-5, what=family)
+
+
+FIRST = ("llama3", "deepseek_r1")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in FIRST else pytest.mark.full) for f in FAMILIES]
+)
+def test_a_step_takes_part_in_the_collectives_that_the_header_counts(family):
+    engine, B = load(family, FAMILIES[family].precise[0], "tensor=2"), 3
+    model, c = engine.model, engine.config
+    state = jax.eval_shape(lambda: model.init_state(c, B, 64, jnp.float32, engine.shards))
+    step = model.generate.lower(engine.weights, state, config=c, mesh=engine.mesh)
+    found = collectives(parse(step.compile().as_text()))
+    L, D = c.num_hidden_layers, c.hidden_size
+    always = {("all-reduce", f"f32[{B},1,{D}]", 2 * L + 1)}
+    always |= {("all-reduce", f"{dtype}[{B}]", 1) for dtype in ("f32", "s32")}
+    sampling = {("all-reduce", f"f32[3,{B}]", 32), ("all-gather", f"f32[{B},2]", 1)}
+    sampling |= {("all-reduce", f"{dtype}[{B}]", 1) for dtype in ("f32", "s32")}
+    if latent(family):
+        N, C, R = c.num_attention_heads, c.kv_lora_rank, c.qk_rope_head_dim
+        N += N % 2  # of two devices
+        always |= {("all-gather", f"f32[{B},1,{N},{C + R}]", L)}
+        always |= {("all-gather", f"f32[2,{B},1,{N}]", L)}
+        always |= {("reduce-scatter", f"f32[{B},1,{N // 2},{C}]", L)}
+    for conditional, want in ((False, always), (True, sampling)):
+        got = {(x.kind, x.shape, x.times) for x in found if x.conditional == conditional}
+        assert got == want
+    header = inspect.getdoc(model).replace("\n", " ")
+    assert "takes part in 2 L + 3 collectives" in header
+    assert sum(times for _, shape, times in sampling) == 35 and "up to 35 more" in header
