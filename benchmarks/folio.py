@@ -38,7 +38,7 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     def session_for(slots: int, tokens: int) -> Session:
         capacity = capacity_for(tokens, limit)
         if (slots, capacity) not in sessions:
-            dtype = cache_dtype(model, spec["quant"])
+            dtype = cache_dtype(model.dtype, model.on_cpu, spec["quant"])
             sessions[slots, capacity] = start_session(model, slots, capacity, dtype)
         return sessions[slots, capacity]
 

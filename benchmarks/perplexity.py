@@ -74,7 +74,8 @@ def perplexity(args: argparse.Namespace, precision: Precision) -> tuple[float, i
     model = open_model(module, args.ckpt, dtype=precision.dtype, quant=precision.quant)
     text = args.text.read_text(encoding="utf-8")
     windows = read_windows(model, text, args.tokens, args.window)
-    weights, dtype = read_weights(model).weights, cache_dtype(model, precision.cache)
+    weights = read_weights(model).weights
+    dtype = cache_dtype(model.dtype, model.on_cpu, precision.cache)
     run = jax.jit(partial(surprise, model=model, dtype=dtype))
     began = time.perf_counter()
     parts = (windows[i : i + args.batch] for i in range(0, len(windows), args.batch))

@@ -39,28 +39,54 @@ def sampling_params(
     seed: int | Sequence[int] = 0,
 ) -> Sampling:
     """Parameters of n slots, each one value for all or n values; ValueError if one is invalid."""
-
-    def column(
-        name: str, values: Any, dtype: type, valid: Callable[[Any], bool], must: str
-    ) -> Array:
-        row, real = np.asarray(values, object), dtype is np.float32
+    columns = []
+    for (name, rule), values in zip(
+        RULES.items(), (temperature, top_k, top_p, min_p, seed), strict=True
+    ):
+        row = np.asarray(values, object)
         if row.shape not in ((), (n,)):
             raise ValueError(f"{name} must be one value or {n}, got shape {row.shape}")
-        for v in row.flat:
-            # Judged as the float32 that it becomes: 1e-60 is not a positive top_p.
-            if not isinstance(v, Real if real else Integral) or not valid(dtype(v) if real else v):
-                raise ValueError(f"{name} must be {must}, got {v!r}")
-        return jnp.broadcast_to(jnp.asarray(row.astype(dtype)), (n,))  # traced: n may be any number
+        for value in row.flat:
+            check(name, value)
+        array = jnp.asarray(row.astype(rule.dtype))
+        columns.append(jnp.broadcast_to(array, (n,)))  # traced: n may be any number
+    return Sampling(*columns)
 
-    i32, u32, f32 = np.int32, np.uint32, np.float32
+
+class Rule(NamedTuple):
+    """What a parameter of one slot may be."""
+
+    dtype: type
+    valid: Callable[[Any], bool]
+    must_be: str
+
+
+RULES = {
+    "temperature": Rule(np.float32, lambda t: 0 <= t < np.inf, "finite and >= 0"),
+    "top_k": Rule(np.int32, lambda k: 0 <= k < 2**31, "an integer in [0, 2**31)"),
+    "top_p": Rule(np.float32, lambda p: 0 < p <= 1, "in (0, 1]"),
+    "min_p": Rule(np.float32, lambda p: 0 <= p < 1, "in [0, 1)"),
+    "seed": Rule(np.uint32, lambda s: 0 <= s < 2**32, "an integer in [0, 2**32)"),
+}
+
+
+def check(name: str, value: Any) -> None:
+    """ValueError if a parameter has an invalid value."""
+    dtype, valid, must_be = RULES[name]
+    real = dtype is np.float32
     with np.errstate(over="ignore"):
-        return Sampling(
-            column("temperature", temperature, f32, lambda t: 0 <= t < np.inf, "finite and >= 0"),
-            column("top_k", top_k, i32, lambda k: 0 <= k < 2**31, "an integer in [0, 2**31)"),
-            column("top_p", top_p, f32, lambda p: 0 < p <= 1, "in (0, 1]"),
-            column("min_p", min_p, f32, lambda p: 0 <= p < 1, "in [0, 1)"),
-            column("seed", seed, u32, lambda s: 0 <= s < 2**32, "an integer in [0, 2**32)"),
-        )
+        # Judged as the float32 that it becomes: 1e-60 is not a positive top_p.
+        if not isinstance(value, Real if real else Integral) or not valid(
+            dtype(value) if real else value
+        ):
+            raise ValueError(f"{name} must be {must_be}, got {value!r}")
+
+
+def check_sampling(*values: Any) -> None:
+    """ValueError if a parameter of one slot is invalid; the values are in the order of
+    `Sampling`."""
+    for name, value in zip(RULES, values, strict=True):
+        check(name, value)
 
 
 def sample(

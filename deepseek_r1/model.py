@@ -73,7 +73,7 @@ from common.kernels.decode_attention import FEW_QUERIES
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
-from common.names import Same, Table, fp8_table
+from common.names import Dropped, Same, Table, fp8_table
 from common.quant import FP8_BLOCK, Fp8, Matrix, embed_rows, headwise, linear, out_features
 from common.ranges import Above1, AtLeast1, AtMost, Count, Even, GroupsOf, Index, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
@@ -639,7 +639,7 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> the weight that it becomes; the most specific row wins. Same must equal
-    that weight. Same and None are dropped. Other names: ValueError."""
+    that weight. Same and Dropped are not loaded. Other names: ValueError."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",
@@ -668,6 +668,7 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     }
     layers = config.num_hidden_layers
     for i in range(layers, layers + config.num_nextn_predict_layers):
-        table[f"model.layers.{i}.**"] = None  # a layer that drafts tokens
+        at = f"model.layers.{i}."  # a layer that drafts tokens
+        table[f"{at}**"] = Dropped(beside=f"{at}eh_proj.weight")
     # In fp8 each projection is stored as two tensors: values, and the scales of their blocks.
     return fp8_table(table, PROJECTIONS, shards) if config.fp8 else table

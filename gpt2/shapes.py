@@ -18,6 +18,7 @@ def _config(layers: int, width: int, heads: int) -> dict[str, Any]:
         layer_norm_epsilon=1e-5,
         bos_token_id=50256,
         eos_token_id=50256,
+        torch_dtype="float32",  # of the files; their config.json does not say it
     )
 
 

@@ -114,7 +114,7 @@ class Sliding(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array, or its form in int8, fp8 or 4 bits: `linear` takes any."""
+    """A Matrix is an array or, as the loader made it, an int8 or fp8 form: `linear` takes any."""
 
     sliding: Sliding | None
     attn_norm: Array  # [D]

@@ -132,7 +132,7 @@ class Rotary(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array, or its form in int8, fp8 or 4 bits: `linear` takes any."""
+    """A Matrix is an array or, as the loader made it, an int8 or fp8 form: `linear` takes any."""
 
     rotary: Rotary | None
     attn_norm: Array  # [D]
@@ -423,7 +423,7 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     config: Config = read_config(
         Config,
         text,
-        model_types=("llama4_text",),
+        model_types=("llama4_text", "llama4"),
         fields_read=read_rope(Config, text, {"llama3": RopeScaling}, theta=500000.0)
         | dict(multimodal=multimodal),
         keys_read=("layer_types",),

@@ -237,6 +237,9 @@ def test_one_stored_tensor_may_become_several_weights(tmp_path):
     save_file({"x": x[:-1]}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"x has shape \[17, 10\], but the config says \[18, 10\]"):
         load(tmp_path, model=model)
+    save_file({"x": x.reshape(*[1] * 60, 18, D)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"x has shape \[1, 1, 1, 1, 1, 1, \.\.\.\], but"):
+        load(tmp_path, model=model)
 
 
 def test_a_weight_without_a_row_in_the_table_is_named(checkpoint):

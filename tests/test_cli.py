@@ -62,7 +62,8 @@ def instruct(tmp_path):
 def test_without_arguments_the_embedded_model_speaks_on_stdout_and_reports_on_stderr(run):
     done = run("--max-new-tokens", "40")
     assert len(done.stdout.strip()) > 40
-    line = r"\[load [\d.]+ s; compile [\d.]+ s; first token [\d.]+ s; prefill \d+ tokens at \d+/s; "
+    line = r"\[load [\d.]+ s; first token after [\d.]+ s; compile [\d.]+ s in all; "
+    line += r"prefill \d+ tokens at \d+/s; "
     line += r"decode 39 tokens at [\d.]+/s; \d+% of the \d+ GB/s read floor\]\n"
     assert re.fullmatch(line, done.stderr)
 
@@ -162,8 +163,9 @@ def test_a_profile_is_written_by_a_user_who_has_set_nothing(tmp_path):
         env={k: v for k, v in ENVIRONMENT.items() if k not in set_here},
         timeout=300,
     )
-    assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
-    assert list(tmp_path.rglob("*.xplane.pb"))
+    assert done.returncode == 0 and done.stderr.count("\n") == 2, done.stderr
+    (trace,) = re.findall(r"\[profile: open (\S+) at https://ui.perfetto.dev\]", done.stderr)
+    assert Path(trace).is_file() and trace.endswith(".trace.json.gz")
 
 
 def test_an_instruct_checkpoint_gets_its_template_unless_raw(run, instruct):
@@ -257,7 +259,7 @@ LONG = " ".join(["prologue"] * 400)
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--mesh", "tensor=0"], "--mesh 'tensor=0': expected data=N,expert=N,tensor=N"),
+        (["--mesh", "tensor=0"], "--mesh 'tensor=0': tensor must be at least 1"),
         (["--mesh", "rows=2"], "--mesh 'rows=2': expected"),
         (["--mesh", "tensor=2,tensor=2"], "each at most once"),
         (["--draft"], "--draft: files of llama3 hold no layer that drafts"),
@@ -267,19 +269,20 @@ LONG = " ".join(["prologue"] * 400)
             "over expert * tensor = 8 devices, but the model has only 4 query heads",
         ),
         (["--slots", "3", "--mesh", "data=2"], "--slots 3 cannot be split evenly over data=2"),
-        (["--slots", "0"], "--slots 0"),
+        (["--slots", "0"], "--slots 0: must be at least 1"),
         (["--ckpt", "/nowhere/at/all"], "neither a directory nor a hub id"),
         (["--ckpt", "no-such-org/no-such-model"], "no-such-org/no-such-model"),
         (["--ckpt", str(ROOT / "tests")], "config.json is missing in"),
         (["--prompts", "/nowhere.txt"], "/nowhere.txt"),
-        (["--prompt", LONG, "--max-len", "64"], "over the cache's 64 (see --max-len)"),
+        (["--prompt", LONG], "tokens, but the model's context has 512"),
+        (["--prompt", "prologue " * 60, "--max-len", "64"], "over the cache's 64 (see --max-len)"),
         (["--max-len", "4096"], "--max-len 4096 is not between 1 and the model's"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["--temperature", "-1"], "temperature must be finite and >= 0, got -1.0"),
         (["--top-k", "-1"], "top_k must be"),
         (["--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
         (["--min-p", "1"], "min_p must be in [0, 1), got 1.0"),
-        (["--seed", "-1"], "seed must be"),
+        (["--seed", "-1"], "--seed -1 is not in [0, 2**32)"),
         (["--chat"], "--chat needs a checkpoint with a chat template"),
         (["--chat", "--json"], "--chat reads standard input"),
         (["--system", "Be brief."], "--system needs a chat template"),
@@ -291,6 +294,10 @@ LONG = " ".join(["prologue"] * 400)
         (["--slots", str(10**12)], f"and {10**12} slots of 512 positions "),
         (["--slots", str(10**30)], f"and {10**30} slots of 512 positions "),
         (["--profile", "/dev/null/trace"], "Not a directory: '/dev/null/trace'"),
+        (["--profile", str(ROOT / "README.md")], "README.md is a file, not a directory"),
+        (["--ckpt", "absent.gguf"], "absent.gguf: GGUF files are not read"),
+        (["--ckpt", str(ROOT / "qwen3" / "embedded")], "run it with python -m qwen3.main"),
+        (["--ckpt", "a" * 5000], " [...] "),
         (["--revision", "main"], "--revision goes with a --ckpt of the hub only"),
         (["--ckpt", str(EMBEDDED), "--revision", "x"], "is a local directory and has no revision"),
         (["--ckpt", "llama3.2-1b", "--random", "--revision", "x"], "has no revision 'x'"),
@@ -309,7 +316,53 @@ def test_bad_input_gets_one_line_before_any_weight_is_read(args, message, capsys
     assert stop.value.code == 2
     assert captured.out == ""
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
-    assert message in captured.err
+    assert message in captured.err and len(captured.err) < 1000
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("XLA_FLAGS", "--xla_bogus=1", "Unknown flag in XLA_FLAGS: --xla_bogus=1"),
+        ("XLA_FLAGS", "--xla_force_host_platform_device_count=x", "XLA_FLAGS: Couldn't interpret"),
+        ("JAX_DEFAULT_MATMUL_PRECISION", "bogus", "jax_default_matmul_precision"),
+        ("JAX_ENABLE_X64", "maybe", "JAX_ENABLE_X64"),
+    ],
+)
+def test_a_variable_that_jax_does_not_take_gets_one_line(name, value, message, run):
+    done = run("--prompt", "x", check=False, **{name: value})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr
+
+
+def test_seeds_start_over_after_the_last(run):
+    args = ["--prompt", "KING.", "--temperature", "1", "--max-new-tokens", "8", "--slots", "2"]
+    both = run(*args, "--prompt", "KING.", "--seed", str(2**32 - 1), "--json")
+    second = records(run(*args, "--prompt", "KING.", "--seed", "0", "--json"))[0]
+    assert records(both)[1]["text"] == second["text"]
+
+
+def test_an_empty_line_stands_between_answers(run):
+    args = ["--prompt", "KING.", "--prompt", "Enter", "--max-new-tokens", "8"]
+    one, other = (record["text"] for record in records(run(*args, "--json")))
+    assert run(*args).stdout == f"{one}\n\n{other}\n"
+
+
+def test_it_is_said_that_a_slot_was_full_or_that_slots_stay_empty(run):
+    """But not that --max-new-tokens ended a reply."""
+    done = run("--prompt", "KING.", "--max-len", "9", "--slots", "3", "--max-new-tokens", "99")
+    assert done.stderr.splitlines()[:-1] == [
+        "[3 slots for 1 prompt: empty slots are computed too, fewer are faster]",
+        "[the reply ends here: its slot is full (see --max-len)]",
+    ]
+    assert len(run("--prompt", "KING.", "--max-new-tokens", "4").stderr.splitlines()) == 1
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"\xef\xbb\xbfKING.\nEnter\n")
+    args = parser("llama3").parse_args(["--prompts", str(file)])
+    assert read_prompts(args) == ["KING.", "Enter"]
 
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "head_dim")

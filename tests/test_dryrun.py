@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,13 +22,15 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from engine import hf_config
+from engine import FIXTURES, hf_config, model_of
 
-from common.command.dryrun import verdict
+from common.command.arguments import parser
+from common.command.dryrun import plan_of, verdict
 from common.machines.chips import CHIPS, devices_of
 from common.machines.dryrun import dry_run
 from common.machines.hlo import ARRAY, Collective, executed, moved, parse
 from common.quant import INT8
+from common.serving.load import open_model
 from common.sharding import make_mesh, parse_mesh
 from llama3 import model
 from llama3.shapes import SHAPES
@@ -328,15 +331,16 @@ def test_the_command_prints_what_a_device_has_and_does_in_both_steps(shape, tmp_
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0] == (
-        "config.json: bfloat16 weights, int8 cache; 8 slots of 256 positions, 2 layers"
+        "config.json: float32 weights, int8 cache; 8 slots of 256 positions, 2 layers"
     )
     assert lines[1].startswith("cpu:4: 4 devices") and lines[1].endswith("; data=2,tensor=2")
-    assert re.fullmatch(r"takes \S+ GB a device", lines[2])
-    assert lines[4].split() == ["decode", "prompt", "of", "64"]
-    figures = [re.split(r" {2,}", line) for line in lines[5:] if not line.startswith("  ")]
+    assert re.fullmatch(r"serving takes \S+ GB a device", lines[2])
+    assert "not measured" in lines[4]  # nothing is known of this CPU
+    assert lines[6].split() == ["decode", "prompt", "of", "64"]
+    figures = [re.split(r" {2,}", line) for line in lines[7:] if not line.startswith("  ")]
     figures = [line for line in figures if len(line) > 1]
     assert [line[0] for line in figures] == [
-        *("weights", "cache", "temporaries", "memory in all", "cache in place", "traffic"),
+        *("weights", "cache", "temporaries", "memory of the step", "cache in place", "traffic"),
         *("collectives", "operations", "cycles", "compiled in"),
         *("floor: memory", "floor: products", "floor: links"),
     ]
@@ -349,11 +353,50 @@ def test_the_command_prints_what_a_device_has_and_does_in_both_steps(shape, tmp_
     assert programs[0].read_text().startswith("HloModule jit_generate")
 
 
+@pytest.mark.parametrize(
+    "family, ckpt, options, topology, stored",
+    [
+        ("llama3", "float32", [], "v5e:1x1", "float32 weights, float32 cache"),
+        (
+            "llama3",
+            "float32",
+            ["--dtype", "bfloat16"],
+            "v5e:1x1",
+            "bfloat16 weights, bfloat16 cache",
+        ),
+        ("llama3", "float32", [], "cpu:1", "float32 weights, float32 cache"),
+        ("llama3", "bfloat16", [], "cpu:1", "bfloat16 weights, float32 cache"),
+        ("llama3", "bfloat16", ["--quant", "int8"], "v5e:1x1", "int8 weights, bfloat16 cache"),
+        ("gpt2", "gpt2-xl", [], "h100:1", "float32 weights, float32 cache"),
+        ("gpt2", "hub", [], "v5e:1x1", "float32 weights, float32 cache"),
+    ],
+)
+def test_a_dry_run_has_the_dtypes_of_a_run(family, ckpt, options, topology, stored, tmp_path):
+    """Those of the checkpoint: in config.json, or if that does not say it in the files."""
+    if ckpt in ("float32", "bfloat16"):
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(hf_config("llama3", "scaled") | dict(torch_dtype=ckpt)))
+        ckpt = str(file)
+    elif ckpt == "hub":
+        shutil.copytree(FIXTURES / "gpt2" / "hub", tmp_path / "hub")
+        file = tmp_path / "hub" / "config.json"
+        hf = json.loads(file.read_text())
+        hf.pop("torch_dtype", hf.pop("dtype", None))
+        file.write_text(json.dumps(hf))
+        ckpt = str(tmp_path / "hub")
+    args = parser(family).parse_args(["--ckpt", ckpt, *options, "--dry-run", topology])
+    plan = plan_of(model_of(family), args, topology)
+    assert plan.stored == stored
+    if topology == "cpu:1":  # this machine
+        opened = open_model(model_of(family), ckpt, random=True, dtype=args.dtype)
+        assert (opened.dtype, opened.storage) == (plan.dtype, plan.storage)
+
+
 def test_where_it_fits_it_is_said_how_much_more_would():
     use = dict(plan=SimpleNamespace(slots=8, capacity=512), room=(40, 4096))
     run = SimpleNamespace(fits=True, memory=2e9, chip=CHIPS["v5e"], **use)
     more = "room for 40 slots of 512, or 8 of 4096 positions"
-    assert verdict(run) == f"fits: 2.00 GB of 17.18 GB a device; {more}"
+    assert verdict(run) == f"fits: serving takes 2.00 GB of 17.18 GB a device; {more}"
 
 
 @pytest.mark.full
@@ -467,5 +510,5 @@ def test_what_does_not_fit_is_shown_with_the_words_of_the_compiler():
     done = command("llama3", *options, "--mesh", "tensor=1")
     assert (done.returncode, done.stderr) == (0, "")
     verdict, words = done.stdout.splitlines()[2:4]
-    assert re.fullmatch(r"does not fit: 2\d\.\d\d GB of 17\.18 GB a device", verdict)
+    assert re.fullmatch(r"does not fit: serving takes 2\d\.\d\d GB of 17\.18 GB a device", verdict)
     assert re.fullmatch(r"RESOURCE_EXHAUSTED: .*memory.*", words)

@@ -77,6 +77,8 @@ def test_of_many_prompts_it_is_said_now_and_then_how_many_are_answered(monkeypat
     told = time.perf_counter()
     assert converse.note_progress(replies, told) == told and capsys.readouterr().err == ""
     monkeypatch.setattr(converse, "PROGRESS_S", 0.0)
+    assert converse.note_progress(replies, told) == told and capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)  # only a terminal gets more than a line
     assert converse.note_progress(replies, told) > told
     assert capsys.readouterr().err == "[2 of 3 prompts answered]\n"
 
@@ -111,6 +113,13 @@ def test_without_a_home_it_runs_and_keeps_what_it_can(shell, home, tmp_path):
     lines = done.stderr.splitlines()
     assert len(lines) == (2 if home else 1)
     assert home is None or lines[0].startswith("[programs are not kept: ")
+
+
+def test_a_relative_cache_home_is_ignored(shell, tmp_path):
+    done, _ = shell(ASKED, XDG_CACHE_HOME="relative", HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / ".cache" / "folio" / "programs").is_dir()
+    assert not (ROOT / "relative").exists()
 
 
 def other_program(entry):

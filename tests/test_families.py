@@ -36,9 +36,10 @@ from golden import (
 )
 
 from common.config import read_config
+from common.loading.checkpoint import load_weights
 from common.quant import INT8, TRANSPOSED, Fp8
 from common.ranges import Index
-from common.sharding import Shards, parse_mesh, split_heads
+from common.sharding import Shards, make_mesh, parse_mesh, split_heads
 from common.weights import by_path, check_divides
 
 # Heads, widths, experts and vocabularies of the variants divide by few of these sizes.
@@ -280,6 +281,32 @@ def test_a_step_computes_the_angles_of_its_positions_once(family, variant):
 
 
 # ---- placement
+
+
+def shapes_of(layout):
+    return {path: weight.shape for path, weight in by_path(layout).items()}
+
+
+@pytest.mark.parametrize("family, variant", VARIANTS)
+def test_a_size_that_is_not_what_the_files_hold_is_refused(family, variant):
+    """Every number of config.json on which a shape depends: one less, and one more."""
+    model, hf, directory = model_of(family), hf_config(family, variant), FIXTURES / family / variant
+    config, mesh = model.config_from_hf(hf), make_mesh()
+    seen = 0
+    for field in config._fields:
+        if type(getattr(config, field)) is not int:
+            continue
+        for change in (-1, 1):
+            other = config._replace(**{field: getattr(config, field) + change})
+            try:
+                shapes = model.weight_layout(other)
+            except (ValueError, ZeroDivisionError, IndexError):
+                continue
+            if shapes_of(shapes) != shapes_of(model.weight_layout(config)):
+                seen += 1
+                with pytest.raises(ValueError):
+                    load_weights(directory, model, other, mesh, "float32")
+    assert seen > 4
 
 
 @pytest.mark.parametrize("family, variant", VARIANTS)

@@ -169,7 +169,7 @@ def test_a_prompt_longer_than_the_table_of_positions_is_refused_in_a_sentence(ca
         cli.main(model, ["--no-compile-cache", "--prompt", SPEECH * (positions // 10)])
     assert end.value.code == 2
     error = capsys.readouterr().err
-    assert f"tokens, over the cache's {positions}" in error and error.count("\n") == 1
+    assert f"tokens, but the model's context has {positions}" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("name, dtype", [("F32", "float32"), ("BF16", "bfloat16")])

@@ -33,7 +33,9 @@ def tok():
     backend.add_special_tokens(list(SPECIAL))
     ids = {x: backend.token_to_id(x) for x in SPECIAL}
     stop = frozenset([ids["<|return|>"]])
-    return Tokenizer(backend, TEMPLATE, {}, frozenset(ids.values()), stop, frozenset(), None, 300)
+    return Tokenizer(
+        backend, TEMPLATE, {}, frozenset(ids.values()), (), stop, frozenset(), None, 300
+    )
 
 
 def options(*argv):
@@ -90,10 +92,10 @@ def test_raw_prompts_and_other_tokenizers_show_everything(tok):
 
 
 def test_an_answer_that_did_not_begin_is_reported(tok, capsys):
-    converse.note_end(reply_to(tok, THOUGHT, finish="length"))
+    converse.note_end(reply_to(tok, THOUGHT, finish="length"), 1)
     assert "--max-new-tokens" in capsys.readouterr().err
-    converse.note_end(reply_to(tok, THOUGHT + ANSWER, finish="length"))
-    converse.note_end(reply_to(tok, THOUGHT, "--raw", finish="length"))
+    converse.note_end(reply_to(tok, THOUGHT + ANSWER, finish="length"), 1)
+    converse.note_end(reply_to(tok, THOUGHT, "--raw", finish="length"), 1)
     assert not capsys.readouterr().err
 
 

@@ -310,3 +310,14 @@ def test_complete_gives_the_text_of_each_prompt_without_its_stop_token(session):
     assert complete(session.model, [], 5) == []
     with pytest.raises(ValueError, match="no tokenizer"):
         complete(session.model._replace(tokenizer=None), ids, 5)
+
+
+def test_logits_of_a_text_are_one_program(session):
+    """As the pages call it: operation by operation, a large model would take minutes."""
+    llama = session.model
+    cache = model.init_state(llama.config, 1, 7, jnp.float32).cache
+    given = model, llama.weights, cache, jnp.array([PROMPTS[0]]), jnp.array([4])
+    before = sessions.compilations
+    scores, _ = logits(*given, config=llama.config, mesh=llama.mesh)
+    jax.block_until_ready(scores)
+    assert sessions.compilations - before == 1

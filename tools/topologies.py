@@ -32,6 +32,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from families import SHOWN  # noqa: E402
 
+from common.loading.shape import model_dtype  # noqa: E402
 from common.machines.chips import CHIPS, devices_of  # noqa: E402
 from common.machines.dryrun import Plan, compile_step, place, products_and_unread  # noqa: E402
 from common.machines.mesh_choice import USABLE, best_axes, load_of, loads, step_seconds  # noqa: E402
@@ -77,8 +78,8 @@ def plan_of(row: Row) -> Plan:
     module = importlib.import_module(f"{row.family}.model")
     config = module.config_from_hf(config_of(row.family, row.size, row.storage))
     capacity = min(row.capacity, config.max_position_embeddings)
-    wide = row.family == "gpt2" and row.storage == "as stored"
-    dtype = jnp.dtype("float32" if wide else "bfloat16")
+    stored = config_of(row.family, row.size, row.storage)
+    dtype = model_dtype(stored, None, None if row.storage == "as stored" else "bfloat16")
     int8 = row.storage == "int8"
     cache = jnp.dtype(row.kv or ("int8" if int8 else dtype))
     plan = Plan(module, config, row.size, row.slots, capacity, dtype=dtype, cache_dtype=cache)
@@ -107,7 +108,7 @@ def fits(plan: Plan, topology: str, devices: int) -> bool:
 
 def storages(family: str, size: str) -> list[str]:
     stored = config_of(family, size, "as stored")
-    others = "quantization_config" in stored or family == "gpt2"
+    others = "quantization_config" in stored or stored.get("torch_dtype") == "float32"
     return ["as stored", "bf16", "int8"] if others else ["bf16", "int8"]
 
 

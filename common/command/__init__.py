@@ -5,3 +5,11 @@ printed (`dryrun`), and what the command finds around it: streams and JAX's sett
 
 Imports everything; nothing imports it but a family's `main.py`. To start, read `run` in `cli.py`.
 """
+
+import sys
+
+try:
+    import jax  # noqa: F401
+except ValueError as error:  # of a JAX_ variable, which JAX reads while it is imported
+    sys.stderr.write(f"error: {error} (a variable of the environment)\n")
+    sys.exit(2)

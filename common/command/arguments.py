@@ -88,7 +88,11 @@ def parser(name: str) -> argparse.ArgumentParser:
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
     sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
     sampling.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="prompt i (from 0) uses seed S + i"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="prompt i (from 0) uses seed S + i mod 2**32",
     )
     dry = ap.add_argument_group("dry run (needs no weights and no accelerator)")
     dry.add_argument(
@@ -122,7 +126,9 @@ def parser(name: str) -> argparse.ArgumentParser:
     run.add_argument(
         "--json", action="store_true", help="one JSON record per prompt instead of text"
     )
-    run.add_argument("--profile", metavar="DIR", help="write a profiler trace of the generation")
+    run.add_argument(
+        "--profile", metavar="DIR", help="write a profiler trace; open it at ui.perfetto.dev"
+    )
     run.add_argument(
         "--no-compile-cache", action="store_true", help="do not keep compiled programs between runs"
     )

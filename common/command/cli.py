@@ -26,7 +26,7 @@ from common.command.converse import (
     make_request,
     read_prompts,
 )
-from common.command.environment import configure_jax, open_streams
+from common.command.environment import check_xla_flags, configure_jax, open_streams
 from common.command.memory import check_memory
 from common.loading.checkpoint import progress_bar
 from common.machines.bandwidth import experts_read, parallel_readers, read_bandwidth, step_bytes
@@ -80,8 +80,8 @@ class Sizes(NamedTuple):
 
 
 def sizes_for(model: Model, args: argparse.Namespace, need: int, prompts: int) -> Sizes:
-    """Slots for so many prompts, each of the positions asked for, or that `need` asks for; never
-    beyond the model's context."""
+    """Slots for so many prompts, each of --max-len positions or, if that is not given, of the
+    `need` of the longest; never more positions than the model has."""
     limit, rows = model.config.max_position_embeddings, model.mesh.shape[DATA]
     if args.max_len is not None and not 1 <= args.max_len <= limit:
         raise ValueError(
@@ -89,9 +89,18 @@ def sizes_for(model: Model, args: argparse.Namespace, need: int, prompts: int) -
             f"{limit}"
         )
     slots = round_up(min(prompts, 8), rows) if args.slots is None else args.slots
-    if slots < 1 or slots % rows:
+    if slots < 1:
+        raise ValueError(f"--slots {slots}: must be at least 1")
+    if slots % rows:
         raise ValueError(f"--slots {slots} cannot be split evenly over data={rows}")
     return Sizes(slots, args.max_len or capacity_for(need, limit))
+
+
+def note_slots(sizes: Sizes, prompts: int, rows: int) -> None:
+    """Says if --slots asks for more than the prompts, split over `rows` data shards, can use."""
+    if sizes.slots > round_up(prompts, rows):
+        what = f"{sizes.slots} slots for {prompts} prompt{'s' * (prompts > 1)}"
+        sys.stderr.write(f"[{what}: empty slots are computed too, fewer are faster]\n")
 
 
 def plan_prompts(model: Model, args: argparse.Namespace, texts: list[str]) -> tuple[Job, Sizes]:
@@ -99,8 +108,9 @@ def plan_prompts(model: Model, args: argparse.Namespace, texts: list[str]) -> tu
     ids = [encode_prompt(model, args, text) for text in texts]
     requests = [make_request(args, x, i) for i, x in enumerate(ids)]
     sizes = sizes_for(model, args, max(map(len, ids)) + args.max_new_tokens, len(texts))
+    limit = model.config.max_position_embeddings
     for i, request in enumerate(requests):
-        check_request(request, sizes.capacity, f"prompt {i + 1}")
+        check_request(request, sizes.capacity, limit, f"prompt {i + 1}")
     return Job(texts, requests), sizes
 
 
@@ -110,7 +120,7 @@ def plan_chat(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
         raise ValueError("--chat needs a checkpoint with a chat template, and this one has none")
     need, rows = min(model.config.max_position_embeddings, 4096), model.mesh.shape[DATA]
     sizes = sizes_for(model, args, need, rows)
-    check_request(make_request(args, [0], 0), sizes.capacity)
+    check_request(make_request(args, [0], 0), sizes.capacity, sizes.capacity)
     return Job([], []), sizes
 
 
@@ -118,8 +128,8 @@ def summary(session: Session, load_s: float) -> str:
     """One line: seconds, rates, and the fraction of the bandwidth floor that decoding reached."""
     s, model = session.stats, session.model
     parts = [f"mesh {axes_of(model.mesh)}"] if model.mesh.size > 1 else []
-    parts += [f"load {load_s:.1f} s", f"compile {s.compile_s:.1f} s"]
-    parts.append(f"first token {s.first_token_s:.2f} s")
+    parts += [f"load {load_s:.1f} s", f"first token after {s.first_token_s:.2f} s"]
+    parts.append(f"compile {s.compile_s:.1f} s in all")
     if s.prefill_s:
         parts.append(f"prefill {s.prefill_tokens} tokens at {s.prefill_tokens / s.prefill_s:.0f}/s")
     if s.cached_tokens:
@@ -161,14 +171,27 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--revision goes with a --ckpt of the hub only")
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed {args.seed} is not in [0, 2**32)")
 
 
 def check_profile(args: argparse.Namespace) -> None:
-    """OSError if a profile could not be written; that is known before the run, not after it."""
+    """OSError if a profile could not be written: before the run, not after it."""
     if args.profile is not None:
+        if Path(args.profile).is_file():
+            raise NotADirectoryError(f"--profile {args.profile} is a file, not a directory")
         Path(args.profile).mkdir(parents=True, exist_ok=True)
         if not os.access(args.profile, os.W_OK | os.X_OK):
             raise PermissionError(f"--profile {args.profile}: cannot be written")
+
+
+def note_profile(directory: str) -> None:
+    """Says which file of a profile to open, and where."""
+    traces = sorted(
+        Path(directory).glob("**/*.trace.json.gz"), key=lambda file: file.stat().st_mtime
+    )
+    if traces:
+        sys.stderr.write(f"[profile: open {traces[-1]} at https://ui.perfetto.dev]\n")
 
 
 def check_analysis(model: Model, args: argparse.Namespace) -> None:
@@ -185,6 +208,11 @@ def abandon_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def cut(line: str) -> str:
+    """A line that a terminal can show, whatever it quotes: without its middle if it is too long."""
+    return line if len(line) <= 800 else f"{line[:500]} [...] {line[-250:]}"
+
+
 @contextlib.contextmanager
 def mistakes_on_one_line() -> Iterator[None]:
     """Ends the program with 2 and one line for each mistake of the user, and with 130 on Ctrl-C or
@@ -198,7 +226,7 @@ def mistakes_on_one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError) as error:
-        sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
+        sys.stderr.write("".join(f"error: {cut(line)}\n" for line in str(error).splitlines()))
         try:
             sys.stdout.flush()
         except OSError:  # which may have been the mistake
@@ -235,6 +263,7 @@ def run(
         module = drafting
     check_options(args)
     check_profile(args)
+    check_xla_flags()
     if args.dry_run:
         from common.command.dryrun import print_dry_runs  # which a run does not wait for
 
@@ -249,14 +278,19 @@ def run(
     check_all_used(model.mesh)
     check_analysis(model, args)
     job, sizes = plan_chat(model, args) if args.chat else plan_prompts(model, args, texts)
-    check_memory(model, *sizes, dtype=cache_dtype(model, args.kv_quant))
+    cache = cache_dtype(model.dtype, model.on_cpu, args.kv_quant)
+    check_memory(model, *sizes, dtype=cache)
+    if args.slots is not None:
+        note_slots(sizes, max(1, len(texts)), model.mesh.shape[DATA])
     began = time.perf_counter()
     model = read_weights(model, progress_bar(sys.stderr), args.seed, args.allow_nonfinite)
     load_s = time.perf_counter() - began
-    session = start_session(model, *sizes, dtype=cache_dtype(model, args.kv_quant))
+    session = start_session(model, *sizes, dtype=cache)
     answer: Any = converse if args.chat else answer_prompts
     with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
         interrupted = answer(session, args, job, write)
+    if args.profile:
+        note_profile(args.profile)
     sys.stderr.write(f"[{summary(session, load_s)}]\n")
     if interrupted:
         sys.exit(130)

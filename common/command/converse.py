@@ -36,7 +36,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """The texts to answer, from --prompt, --prompts or standard input."""
     prompts = list(args.prompt or [])
     if args.prompts:
-        with open(args.prompts, encoding="utf-8") as file:
+        with open(args.prompts, encoding="utf-8-sig") as file:  # without a byte-order mark
             text = read_utf8(file, str(args.prompts))
         # Not splitlines, which also cuts at form feeds and at separators such as U+2028.
         prompts += [line for line in text.split("\n") if line.strip()]
@@ -64,7 +64,7 @@ def read_stdin() -> str:
     note.daemon = True
     note.start()
     try:
-        return read_utf8(sys.stdin, "standard input")
+        return read_utf8(sys.stdin, "standard input").removeprefix("\ufeff")
     finally:
         note.cancel()
 
@@ -93,7 +93,7 @@ def messages(args: argparse.Namespace, turns: Sequence[tuple[str, str]]) -> list
 
 
 def make_request(args: argparse.Namespace, ids: Sequence[int], index: int) -> Request:
-    knobs = (args.temperature, args.top_k, args.top_p, args.min_p, args.seed + index)
+    knobs = (args.temperature, args.top_k, args.top_p, args.min_p, (args.seed + index) % 2**32)
     return Request(ids, args.max_new_tokens, *knobs)
 
 
@@ -151,10 +151,12 @@ def extend(
     return reply._replace(**new), text
 
 
-def note_end(reply: Reply) -> None:
-    """Says on stderr why a reply ended, where that is not as it should be."""
+def note_end(reply: Reply, max_new_tokens: int) -> None:
+    """Says on stderr why a reply ended, if it did not end by itself or at --max-new-tokens."""
     if reply.finish == "invalid":
         sys.stderr.write("[the reply ends here: the model's logits are NaN or infinite]\n")
+    if reply.finish == "length" and len(reply.tokens) < max_new_tokens:
+        sys.stderr.write("[the reply ends here: its slot is full (see --max-len)]\n")
     if reply.place is not None and reply.finish == "length" and not any(reply.answer):
         sys.stderr.write("[no answer: --max-new-tokens ended the analysis before it]\n")
 
@@ -200,8 +202,9 @@ def record(job: Job, i: int, reply: Reply) -> str:
 
 
 def note_progress(replies: Sequence[Reply], told: float) -> float:
-    """Says every PROGRESS_S how many prompts are answered. When it last did, at first `told`."""
-    if (now := time.perf_counter()) - told < PROGRESS_S:
+    """Says on a terminal, every PROGRESS_S seconds, how many prompts are answered. Returns when it
+    last did; `told` is when it last did before."""
+    if (now := time.perf_counter()) - told < PROGRESS_S or not sys.stderr.isatty():
         return told
     done = sum(reply.finish is not None for reply in replies)
     sys.stderr.write(f"[{done} of {len(replies)} prompts answered]\n")
@@ -224,10 +227,11 @@ def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: 
                 write(text)
             while shown < len(replies) and replies[shown].finish:
                 write(record(job, shown, replies[shown]) if args.json else "\n")
-                note_end(replies[shown])
+                note_end(replies[shown], args.max_new_tokens)
                 shown += 1
                 if shown < len(replies) and not args.json:
-                    write("".join(replies[shown].text))  # what the next in order has so far
+                    # An empty line between answers; then what the next in order has so far.
+                    write("\n" + "".join(replies[shown].text))
             if len(replies) > session.slots:
                 told = note_progress(replies, told)
             if pressed:
@@ -236,7 +240,7 @@ def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: 
         if args.json:
             write(record(job, i, replies[i]))
         elif replies[i].tokens:
-            write(("" if i == shown else "".join(replies[i].text)) + "\n")
+            write("\n" if i == shown else "\n" + "".join(replies[i].text) + "\n")
     return bool(pressed)
 
 
@@ -269,7 +273,7 @@ def converse(session: Session, args: argparse.Namespace, job: Job, write: Write)
                 if pressed:
                     break
         write("\n")
-        note_end(reply)
+        note_end(reply, args.max_new_tokens)
         turns.append(("assistant", "".join(reply.answer)))
         if signal.SIGTERM in pressed:
             return True

@@ -11,23 +11,23 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from common.kernels.dispatch import AUTO
-from common.loading.shape import read_shape
+from common.loading.shape import model_dtype, read_model_config, read_shape
 from common.machines.chips import UNKNOWN, Chip
 from common.machines.dryrun import DryRun, Plan, Step, dry_runs, place
-from common.quant import INT8
+from common.serving.load import cache_dtype, storage_of
 from common.sharding import axes_of
 
 
-def plan_of(module: ModuleType, args: argparse.Namespace) -> Plan:
-    """What the options of a model's command line ask for; ValueError for what cannot be."""
+def plan_of(module: ModuleType, args: argparse.Namespace, topology: str) -> Plan:
+    """What a run with these options would have on a topology; ValueError for what cannot be."""
     for name in ("slots", "max_len", "prompt_tokens", "layers"):
         if (n := getattr(args, name)) is not None and n < 1:
             raise ValueError(f"--{name.replace('_', '-')} {n}: must be at least 1")
-    hf, _ = read_shape(module, args.ckpt, args.revision, random=True, config_only=True)
-    config = module.config_from_hf(hf)
+    hf, directory = read_shape(module, args.ckpt, args.revision, random=True, config_only=True)
+    stored = directory if directory is not None and any(directory.glob("*.safetensors")) else None
+    config = read_model_config(module, hf)
     if args.layers:
         if args.layers > config.num_hidden_layers:
             raise ValueError(
@@ -37,7 +37,7 @@ def plan_of(module: ModuleType, args: argparse.Namespace) -> Plan:
     limit = config.max_position_embeddings
     if (capacity := args.max_len or min(2048, limit)) > limit:
         raise ValueError(f"--max-len {capacity} is above max_position_embeddings, {limit}")
-    dtype = jnp.dtype(args.dtype or "bfloat16")
+    dtype, on_cpu = model_dtype(hf, stored, args.dtype), topology.startswith("cpu")
     name = Path(args.ckpt).name if args.ckpt else str(module.__package__)
     return Plan(
         module,
@@ -47,8 +47,8 @@ def plan_of(module: ModuleType, args: argparse.Namespace) -> Plan:
         capacity=capacity,
         prompt=min(args.prompt_tokens, capacity),
         dtype=dtype,
-        cache_dtype=jnp.dtype(args.kv_quant or dtype),
-        storage=INT8 if args.quant else None,
+        cache_dtype=cache_dtype(dtype, on_cpu, args.kv_quant),
+        storage=storage_of(dtype, on_cpu, args.quant),
         implementation=args.implementation or AUTO,
     )
 
@@ -68,7 +68,7 @@ def cells(step: Step, chip: Chip) -> dict[str, str]:
         return figures
     figures |= {
         "temporaries": gigabytes(r.temporaries),
-        "memory in all": gigabytes(r.memory),
+        "memory of the step": gigabytes(r.memory),
         "cache in place": f"{min(1.0, r.aliased / r.cache):.0%}",
         "traffic": gigabytes(r.traffic),
         "collectives": f"{r.messages} of {r.sent / 1e6:.2f} MB",
@@ -81,10 +81,10 @@ def cells(step: Step, chip: Chip) -> dict[str, str]:
 
 
 def verdict(run: DryRun) -> str:
-    """Whether it fits, and what else would; or why it does not."""
+    """Whether serving fits, and what else would; or why it does not."""
     if run.fits and run.chip.memory == UNKNOWN:
-        return f"takes {gigabytes(run.memory)} a device"
-    text = f"{gigabytes(run.memory)} of {memory_of(run.chip)} a device"
+        return f"serving takes {gigabytes(run.memory)} a device"
+    text = f"serving takes {gigabytes(run.memory)} of {memory_of(run.chip)} a device"
     if run.fits:
         slots, positions = run.room
         more = f"{slots} slots of {run.plan.capacity}, or {run.plan.slots} of {positions}"
@@ -108,7 +108,9 @@ def show(run: DryRun) -> str:
     """One dry run as text: what a device has and does in each step."""
     steps = (run.decode, run.read)
     columns = [cells(step, run.chip) for step in steps]
-    lines = [title(run), verdict(run), "", f"{'':18}{steps[0].name:>18}{steps[1].name:>18}"]
+    lines = [title(run), verdict(run), SERVING]
+    lines += [ASSUMED] if run.chip.memory == UNKNOWN else []
+    lines += ["", f"{'':18}{steps[0].name:>18}{steps[1].name:>18}"]
     for name in max(columns, key=len):
         lines.append(f"{name:18}" + "".join(f"{column.get(name, '-'):>18}" for column in columns))
     for step in steps:
@@ -120,12 +122,14 @@ def show(run: DryRun) -> str:
     return "\n".join(lines)
 
 
+SERVING = "  (weights, the cache of all slots and of one prompt, the larger temporaries)"
+ASSUMED = "  (bandwidth and arithmetic of a CPU are assumed, not measured: so are the floors)"
 COLUMNS = ["weights", "cache", "temporaries", "traffic", "collectives", "floor: memory"]
 
 
 def show_table(runs: Sequence[DryRun]) -> str:
     """Several dry runs as one table, a line for each step."""
-    rows = [["topology", "mesh", "step", *COLUMNS, "in all"]]
+    rows = [["topology", "mesh", "step", *COLUMNS, "serving"]]
     for run in runs:
         for step in (run.decode, run.read):
             figures = cells(step, run.chip)
@@ -174,11 +178,12 @@ def print_dry_runs(module: ModuleType, args: argparse.Namespace) -> None:
     hosts = [int(n) for n in (t.partition("cpu:")[2] for t in args.dry_run) if n.isdecimal()]
     if hosts:
         jax.config.update("jax_num_cpu_devices", max(1, *hosts))
-    plan = plan_of(module, args)
-    places = [
-        place(plan, topology, axes) for topology in args.dry_run for axes in args.mesh or [""]
+    plans = [
+        (plan := plan_of(module, args, topology), place(plan, topology, axes))
+        for topology in args.dry_run
+        for axes in args.mesh or [""]
     ]
-    runs = dry_runs(plan, places, args.hlo)
+    runs = dry_runs(plans, args.hlo)
     if args.json:
         print(json.dumps([as_json(run) for run in runs], indent=1))
     else:

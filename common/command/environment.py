@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,6 +40,18 @@ def has_accelerator() -> bool:
     vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
     google = any(file.read_text().strip() == "0x1ae0" for file in vendors)
     return google or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
+
+
+def check_xla_flags() -> None:
+    """ValueError for an XLA_FLAGS that XLA does not take. XLA would end the process at once, so it
+    is asked in another one."""
+    if os.environ.get("XLA_FLAGS"):
+        ask = "from jaxlib import xla_client; xla_client.CompileOptions()"
+        env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0"}
+        asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=env)
+        if asked.returncode:
+            what = asked.stderr.strip().partition("\n")[0].partition("] ")[2]
+            raise ValueError(what if "XLA_FLAGS" in what else f"XLA_FLAGS: {what}")
 
 
 def configure_jax(axes: dict[str, int], compile_cache: bool, group: Group | None) -> None:

@@ -21,8 +21,10 @@ RECORD = "entries.json"  # beside the programs that are kept
 def keep_programs() -> None:
     """Keeps compiled programs between runs, where there is a place for them."""
     try:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(home) / "folio" / "programs"
+        home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        if not home.is_absolute():  # the standard says: ignore it
+            home = Path.home() / ".cache"
+        folder = home / "folio" / "programs"
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(f"{folder} cannot be written")

@@ -41,7 +41,7 @@ def read_text(path: Path) -> str:
     try:
         if (size := check_regular(path)) > LARGEST:
             raise ValueError(f"{path} has {size} bytes, more than the {LARGEST} that are read")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # without a byte-order mark
     except FileNotFoundError:
         raise FileNotFoundError(f"{path.name} is missing in {path.parent}") from None
     except UnicodeDecodeError:

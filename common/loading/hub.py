@@ -23,6 +23,8 @@ def locate(ckpt: str, revision: str | None = None, files: Sequence[str] = FILES)
     Raises an OSError or a ValueError of one line.
     """
     path = Path(os.path.expanduser(ckpt))
+    if path.suffix == ".gguf":
+        raise ValueError(f"{ckpt}: GGUF files are not read; give a directory of safetensors files")
     if ckpt and path.is_dir():
         if revision is not None:
             raise ValueError(f"{ckpt} is a local directory and has no revision {revision!r}")

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.config import show
 from common.loading.reading import same_bytes, stored_shape
 from common.loading.stored import DTYPES, FLOATS, KEPT, StoredTensor, Tensors
-from common.names import Axes, Same, Table, Target, Transform
+from common.names import Axes, Dropped, Same, Table, Target, Transform
 from common.weights import Weight
 
 
@@ -62,7 +63,9 @@ def assign(
     for name, tensor in tensors.items():
         targets, numbers = targets_of(name, table) or ([""], starred(name)[1])
         for target in targets:
-            if target is None or isinstance(target, Same):
+            if isinstance(target, Dropped) and target.beside not in tensors:
+                target = ""
+            if target is None or isinstance(target, Same | Dropped):
                 continue
             pattern, transform = (target, None) if isinstance(target, str) else target
             if transform is Axes.SPLIT:
@@ -99,7 +102,7 @@ def rows_by_path(table: Table) -> dict[str, tuple[str, Transform]]:
         for target in found if isinstance(found, list) else [found]:
             if isinstance(target, str):
                 rows[target] = name, None
-            elif isinstance(target, tuple) and not isinstance(target, Same):
+            elif isinstance(target, tuple) and not isinstance(target, Same | Dropped):
                 rows[target[0]] = name, target[1]
     return rows
 
@@ -120,7 +123,7 @@ def misfits(
         return [f"is the same weight as {other.name}; which one is meant?"]
     want, problems = stored_shape(shape[1:] if expert else shape, transform), list[str]()
     if tensor.shape != want:
-        problems.append(f"has shape {list(tensor.shape)}, but the config says {list(want)}")
+        problems.append(f"has shape {show(list(tensor.shape))}, but the config says {list(want)}")
     kept = None if array.dtype is None else np.dtype(array.dtype)
     allowed = [name for name, dtype in KEPT.items() if dtype == kept] or list(FLOATS)
     if tensor.dtype not in allowed:

@@ -1,11 +1,15 @@
 """The config.json that a name stands for: a directory, a repository of the hub, a lone file, a
 published size, or the embedded model."""
 
+import ast
 import importlib
 import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from common.loading.files import read_json
 from common.loading.hub import FILES, locate
@@ -20,6 +24,38 @@ def folder(module: ModuleType) -> Path:
 def published_sizes(module: ModuleType) -> dict[str, dict[str, Any]]:
     """The configs of the family's published sizes by name: `SHAPES` of its shapes.py."""
     return importlib.import_module(f"{module.__package__}.shapes").SHAPES
+
+
+def read_model_config(module: ModuleType, hf: dict[str, Any]) -> Any:
+    """The model file's Config of a parsed config.json. If another family computes such checkpoints,
+    the error says which command runs them."""
+    try:
+        return module.config_from_hf(hf)
+    except ValueError as error:
+        kind, own = hf.get("model_type"), folder(module)
+        for file in sorted(own.parent.glob("*/model.py")):
+            if file.parent != own and kind in model_types(file):
+                raise ValueError(
+                    f"config.json: model_type={kind!r} is another family's; run it with "
+                    f"python -m {file.parent.name}.main"
+                ) from None
+        raise error
+
+
+def model_types(file: Path) -> set[Any]:
+    """The values of `model_type` that a model file computes, found in its text."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if "model_types=" not in text:  # another library's
+        return set()
+    calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+    return {
+        constant.value
+        for call in calls
+        for keyword in call.keywords
+        if keyword.arg == "model_types"
+        for constant in ast.walk(keyword.value)
+        if isinstance(constant, ast.Constant)
+    }
 
 
 def read_shape(
@@ -50,10 +86,18 @@ def read_shape(
     return read_json(directory / "config.json"), directory
 
 
-def stored_dtype(directory: Path | None, random: bool) -> str:
-    """float32 if the largest tensor is: for a config.json that does not say, as the oldest do."""
-    if directory is None or random:
-        return "bfloat16"
-    tensors = open_tensors(directory).values()
-    largest = max(tensors, key=lambda tensor: math.prod(tensor.shape), default=None)
-    return "float32" if largest is not None and largest.dtype == "F32" else "bfloat16"
+def model_dtype(hf: dict[str, Any], directory: Path | None, asked: DTypeLike | None) -> jnp.dtype:
+    """float32 or bfloat16: what is asked for, or the checkpoint's own. ValueError for another.
+
+    The oldest config.json files do not say it. The largest tensor then decides, if `directory` is
+    given; else it is bfloat16.
+    """
+    stored = hf.get("torch_dtype") or hf.get("dtype")
+    if stored is None and directory is not None and asked is None:
+        tensors = open_tensors(directory).values()
+        largest = max(tensors, key=lambda tensor: math.prod(tensor.shape), default=None)
+        stored = "float32" if largest is not None and largest.dtype == "F32" else "bfloat16"
+    dtype = jnp.dtype(asked or ("float32" if stored == "float32" else "bfloat16"))
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"dtype {dtype} is neither float32 nor bfloat16")
+    return dtype

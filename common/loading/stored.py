@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from common.config import show
 from common.loading.files import (
     check_regular,
     first_line,
@@ -170,5 +171,5 @@ def _tensor(file: Path, name: str, entry: dict[str, Any], start: int) -> StoredT
     if any(type(n) is not int or n < 0 for n in (*shape, first, last)) or first > last:
         raise ValueError(f"shape or place of {name} is not made of whole numbers")
     if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise ValueError(f"shape {shape} and place of {name} disagree")
+        raise ValueError(f"shape {show(shape)} and place of {name} disagree")
     return StoredTensor(file, name, tuple(shape), dtype, start + first)

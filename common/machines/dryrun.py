@@ -29,7 +29,7 @@ from common.machines.bandwidth import experts_read
 from common.machines.chips import Chip, chip_of, devices_of
 from common.machines.hlo import Collective, collectives, cycles, operations, parse, traffic
 from common.machines.mesh_choice import Axes, best_mesh, load_of, parts, weight_bytes
-from common.quant import Fp8, Mxfp4, Storage
+from common.quant import INT8, Fp8, Mxfp4, Storage
 from common.sharding import DATA, EXPERT, TENSOR, P, Shards, make_mesh, model_shards, parse_mesh
 from common.weights import by_path, check_divides, specs_like, takes
 
@@ -53,7 +53,9 @@ class Plan(NamedTuple):
         """How weights and cache are stored, in words."""
         layout = by_path(self.module.weight_layout(self.config)).values()
         names = {NAMES.get(w.published) for w in layout if not takes(w, self.storage)} - {None}
-        names |= {"int8"} if self.storage else set() if "fp8" in names else {str(self.dtype)}
+        names |= (
+            {"int8"} if self.storage is INT8 else set() if "fp8" in names else {str(self.dtype)}
+        )
         return f"{' and '.join(sorted(map(str, names)))} weights, {self.cache_dtype} cache"
 
 
@@ -338,14 +340,14 @@ def place(plan: Plan, topology: str, axes: str) -> Place:
     return Place(topology, mesh, False)
 
 
-def dry_runs(plan: Plan, places: Sequence[Place], keep: Path | None = None) -> list[DryRun]:
-    """Compiles both steps for each place, as many at once as this machine has cores."""
+def dry_runs(plans: Sequence[tuple[Plan, Place]], keep: Path | None = None) -> list[DryRun]:
+    """Compiles both steps of each plan for its place, as many at once as this machine has cores."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         steps = [
             [pool.submit(compile_step, plan, at.mesh, n, keep) for n in (None, plan.prompt)]
-            for at in places
+            for plan, at in plans
         ]
         return [
             DryRun(plan, *at, *(step.result() for step in both))
-            for at, both in zip(places, steps, strict=True)
+            for (plan, at), both in zip(plans, steps, strict=True)
         ]

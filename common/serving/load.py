@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from common.loading.checkpoint import Progress, load_weights, rows_together
 from common.loading.random_weights import random_weights
-from common.loading.shape import read_shape, stored_dtype
+from common.loading.shape import model_dtype, read_model_config, read_shape
 from common.machines.mesh_choice import best_mesh
 from common.quant import INT8, TRANSPOSED, Storage
 from common.sharding import model_shards
@@ -78,11 +78,9 @@ def open_model(
       slots, capacity: what the best mesh is best for: prompts at once, and positions of each.
     """
     hf, directory = read_shape(module, ckpt, revision, random)
-    config = module.config_from_hf(hf)
-    stored = hf.get("torch_dtype") or hf.get("dtype") or stored_dtype(directory, random)
-    kind = jnp.dtype(dtype or ("float32" if stored == "float32" else "bfloat16"))
-    if kind not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"dtype {kind} is neither float32 nor bfloat16")
+    config = read_model_config(module, hf)
+    weights_at = None if random else directory
+    kind = model_dtype(hf, weights_at, dtype)
     if quant not in (None, "int8"):
         raise ValueError(f"quant {quant!r} is not 'int8'")
     if mesh is None:
@@ -91,11 +89,23 @@ def open_model(
     shards = model_shards(mesh)
     check_divides(module.weight_layout(config, shards), shards)
     tokenizer = None if directory is None else load_tokenizer(directory)
-    weights_at = None if random else directory
     opened = Model(module, config, mesh, None, tokenizer, kind, None, weights_at)
-    if quant == "int8":
-        return opened._replace(storage=INT8)
-    return opened._replace(storage=TRANSPOSED if opened.on_cpu and kind == jnp.float32 else None)
+    return opened._replace(storage=storage_of(kind, opened.on_cpu, quant))
+
+
+def storage_of(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> Storage | None:
+    """How matrices are stored: in int8 if asked for; else as published, but for float32 on CPU."""
+    if quant is not None:
+        return INT8
+    return TRANSPOSED if on_cpu and dtype == jnp.float32 else None
+
+
+def cache_dtype(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> jnp.dtype:
+    """The dtype of a cache: int8 if asked for, else that of the model. On CPU it is float32,
+    because XLA's CPU compiler rewrites all of a bfloat16 cache at every update."""
+    if quant is not None:
+        return jnp.dtype(quant)
+    return jnp.dtype("float32") if on_cpu else dtype
 
 
 def read_weights(

@@ -1,5 +1,5 @@
-"""The logits of every token, where generation wants the last one's alone: for perplexity, training
-and tests."""
+"""The logits of every token of a text, for log-probabilities, perplexity, training and tests.
+Generation computes those of the last token alone."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +13,7 @@ from common.sharding import DATA, MODEL, P
 from common.weights import specs_like
 
 
+@partial(jax.jit, static_argnames=("model", "config", "mesh", "implementation", "forward"))
 def logits(
     model: Any,
     weights: Any,
@@ -25,11 +26,8 @@ def logits(
     implementation: str = AUTO,
     forward: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
-    """A model file's `forward`, or another function of its arguments, on a mesh: float32 logits [B,
-    T, vocab_size], and the cache.
-
-    Differentiable where implementation="reference".
-    """
+    """`forward` of a model file, or another function of the same arguments, on a mesh: float32
+    logits [B, T, vocab_size], and the cache. Differentiable with implementation="reference"."""
     specs, cache_spec = specs_like(weights, model.weight_layout(config)), model.STATE_SPEC.cache
     run = jax.shard_map(
         partial(forward or model.forward, config=config, implementation=implementation),

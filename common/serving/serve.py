@@ -78,7 +78,8 @@ def serve(
     passes 1.
     """
     for i, request in enumerate(requests):
-        check_request(request, session.capacity, f"prompt {i + 1}")
+        limit = session.model.config.max_position_embeddings
+        check_request(request, session.capacity, limit, f"prompt {i + 1}")
     rows, stats, began = len(session.held), session.stats, time.perf_counter()
     waiting, running = deque(range(len(requests))), dict[int, Running]()
     ahead: tuple[jax.Array, dict[int, int]] | None = None  # tokens not fetched yet, and whose
@@ -142,13 +143,15 @@ def complete(
     seed: int = 0,
     **sampling: Any,
 ) -> list[str]:
-    """The text behind each prompt, which is raw text, or ids such as `encode_chat` makes. Prompt i
-    is sampled from `seed` + i; `sampling` are further fields of `Request`."""
+    """The text that follows each prompt. A prompt is raw text, or ids such as `encode_chat` makes.
+    Prompt i is sampled with seed (`seed` + i) mod 2**32; `sampling` are further fields of
+    `Request`."""
     if (tok := model.tokenizer) is None:
         raise ValueError("this model has no tokenizer: see `serve`, which takes and gives ids")
     ids = [encode(tok, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     requests = [
-        Request(prompt, max_new_tokens, seed=seed + i, **sampling) for i, prompt in enumerate(ids)
+        Request(prompt, max_new_tokens, seed=(seed + i) % 2**32, **sampling)
+        for i, prompt in enumerate(ids)
     ]
     need = max(map(len, ids), default=0) + max_new_tokens
     capacity = capacity_for(need, model.config.max_position_embeddings)

@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from common.kernels.dispatch import AUTO, Impl
-from common.sampling import sampling_params
-from common.serving.load import Model
+from common.sampling import check_sampling, sampling_params
+from common.serving.load import Model, cache_dtype
 from common.sharding import DATA, P, model_shards
 
 NO_TOKEN = -2  # in place of a second token, where a draft was wrong
@@ -83,14 +83,6 @@ class Session:
     stats: Stats = field(default_factory=Stats)
 
 
-def cache_dtype(model: Model, quant: str | None = None) -> jnp.dtype:
-    """The dtype of a cache: int8 if asked for, else that of the model; but float32 on CPU, whose
-    compiler rewrites all of a bfloat16 cache at every update of it."""
-    if quant is not None:
-        return jnp.dtype(quant)
-    return jnp.dtype("float32") if model.on_cpu else model.dtype
-
-
 def capacity_for(need: int, limit: int) -> int:
     """The power of two of positions, 512 at least, that `need` fits in, but not above `limit`: so
     that prompts of many lengths share their compiled programs."""
@@ -110,7 +102,7 @@ def start_session(
     module, mesh, rows = model.module, model.mesh, model.mesh.shape[DATA]
     if slots < 1 or slots % rows:
         raise ValueError(f"{slots} slots cannot be split evenly over data={rows}")
-    dtype = cache_dtype(model) if dtype is None else jnp.dtype(dtype)
+    dtype = cache_dtype(model.dtype, model.on_cpu) if dtype is None else jnp.dtype(dtype)
     if implementation == AUTO and model.on_cpu:
         implementation = Impl.BLOCKED
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), module.STATE_SPEC)
@@ -132,17 +124,18 @@ def buckets(count: int) -> list[int]:
     return [PROMPT_CHUNK] * whole + [last] * (rest > 0)
 
 
-def check_request(request: Request, capacity: int, name: str = "the prompt") -> None:
-    """ValueError when a request cannot be served."""
+def check_request(request: Request, capacity: int, limit: int, name: str = "the prompt") -> None:
+    """ValueError if a request cannot be served in a slot of `capacity` positions, by a model whose
+    context has `limit`."""
     if not request.prompt:
         raise ValueError(f"{name} is empty")
     if request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
-    if len(request.prompt) > capacity:
-        raise ValueError(
-            f"{name} has {len(request.prompt)} tokens, over the cache's {capacity} (see --max-len)"
-        )
-    sampling_params(1, *request[2:])
+    if (n := len(request.prompt)) > limit:
+        raise ValueError(f"{name} has {n} tokens, but the model's context has {limit}")
+    if n > capacity:
+        raise ValueError(f"{name} has {n} tokens, over the cache's {capacity} (see --max-len)")
+    check_sampling(*request[2:])
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -5,6 +5,7 @@ A checkpoint directory holds `tokenizer.json` (or GPT-2's `vocab.json` and `merg
 template.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ class Tokenizer(NamedTuple):
     chat_template: str | None  # jinja source; None where the checkpoint is not made for chat
     special_tokens: dict[str, str]  # "bos_token", "eos_token", ... -> text, as templates see them
     special_ids: frozenset[int]  # what `decode` leaves out
+    added_tokens: tuple[tuple[str, bool], ...]  # texts that are one token, and whether special
     stop_ids: frozenset[int]  # generation ends at any of these
     image_ids: frozenset[int]  # what stands for an image, which no prompt of text may hold
     bos_id: int | None
@@ -65,11 +67,13 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     if bos_id is not None and config.get("add_bos_token") and bos_id not in backend.encode("").ids:
         backend.post_processor = processors.TemplateProcessing([bos, "$A"], None, [(bos, bos_id)])
     added = backend.get_added_tokens_decoder()
+    texts = [(token.content, token.special) for token in added.values()]
     return Tokenizer(
         backend=backend,
         chat_template=_chat_template(directory, config),
         special_tokens=special_tokens,
         special_ids=frozenset(i for i, token in added.items() if token.special),
+        added_tokens=tuple(sorted(texts, key=lambda token: -len(token[0]))),
         stop_ids=frozenset(stop_ids),
         image_ids=frozenset(model[k] for k in IMAGE_KEYS if type(model.get(k)) is int),
         bos_id=_bos_id(model) if bos_id is None else bos_id,
@@ -176,9 +180,49 @@ def encode_chat(
     add_generation_prompt: bool = True,
     **variables: Any,
 ) -> list[int]:
-    """Ids of a conversation. The template writes BOS itself, so the tokenizer adds nothing."""
-    text = render_chat(tok, messages, add_generation_prompt, **variables)
-    return _ids(tok, text, add_special_tokens=False)
+    """Ids of a conversation. The template writes BOS itself, so the tokenizer adds nothing.
+
+    What a message says is text. If it spells out a control token, its first character and the rest
+    are encoded apart, so that nobody can type the end of a turn, or another role.
+    """
+    cut = unused_character(messages)
+    marked = [cut_controls(tok, message, cut) for message in messages]
+    text = render_chat(tok, marked, add_generation_prompt, **variables)
+    return [i for part in text.split(cut) for i in _ids(tok, part, add_special_tokens=False)]
+
+
+def unused_character(messages: Any) -> str:
+    """A private-use character that no message contains."""
+    used = set(json.dumps(messages, ensure_ascii=False, default=str))
+    return next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
+
+
+def cut_controls(tok: Tokenizer, message: Any, cut: str) -> Any:
+    """A message with `cut` behind the first character of each control token in its texts.
+
+    Special tokens are control tokens, and so are added tokens that the template spells out: some
+    families do not mark their roles as special. In the model's own replies only special tokens
+    count, because templates look for its marks of thinking there.
+    """
+    if not isinstance(message, Mapping):
+        return message
+    own, template = message.get("role") == "assistant", tok.chat_template or ""
+    controls = [
+        text
+        for text, special in tok.added_tokens
+        if len(text) > 1 and (special or (not own and text in template))
+    ]
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, str):
+            for text in controls:
+                value = value.replace(text, text[0] + cut + text[1:])
+            return value
+        if isinstance(value, Mapping):
+            return {key: mark(x) for key, x in value.items()}
+        return [mark(x) for x in value] if isinstance(value, list | tuple) else value
+
+    return {key: x if key == "role" else mark(x) for key, x in message.items()}
 
 
 def render_chat(
