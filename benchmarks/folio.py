@@ -1,4 +1,4 @@
-"""This library, as its command line sets it up, in `benchmarks.generate`."""
+"""Runs this library in `benchmarks.generate`, set up as the command line sets it up."""
 
 import contextlib
 import importlib
@@ -60,7 +60,7 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
         tokens: list[list[int]] = [[] for _ in requests]
         began = 0.0
         with contextlib.closing(serve(session, requests)) as events:
-            for event in events:  # in turn: one of each request, after all have their first
+            for event in events:  # once all have a first token, requests take turns
                 tokens[event.request].append(event.token)
                 if event.request == batch - 1 and len(tokens[-1]) == 2:
                     began = time.perf_counter()
@@ -91,11 +91,12 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
 
 
 def multiply_all(weights: tuple[Any, Any], x: jax.Array, *, rows: int, chosen: int) -> jax.Array:
-    """The products of a step of `rows` tokens alone: the matrices of all layers, whose names begin
-    with w; and the head, of a prompt for its last token. Of a stack of experts the tokens chose
-    `chosen` each, spread evenly. x [rows * chosen, 1], or [rows, 1], is spread to each width.
+    """Computes the products of a step of `rows` tokens, and nothing else: with the matrices of all
+    layers (their names begin with w) and with the head (in a prompt, for its last token only). The
+    tokens choose `chosen` experts each, evenly. x is [rows * chosen, 1], or [rows, 1] without
+    experts, and is broadcast to each width.
 
-    Each takes a number from the one before, as in a model, so that no two run side by side.
+    Each product takes a number from the one before, as in a model, so that no two run in parallel.
     """
     layers, head = weights
     y = jnp.zeros((1, 1), x.dtype)

@@ -1,17 +1,17 @@
-"""Speed of one checkpoint on this machine, as fractions of a floor, and beside other libraries.
+"""Measures a checkpoint's speed on this machine, against a floor and against other libraries.
 
     python -m benchmarks.generate --ckpt DIR --dtype float32 bfloat16 --against transformers
 
-Each library lives in a process of its own, and they take turns: while one runs a round the others
-wait, so all see the same machine. All decode greedily behind a prompt that they have read, and
-fetch every token; of two prompts the second is timed, as a process that waited has to get its
-memory back. What is compared is the median of the rounds, with the best of a library's settings
-at each point (those four times slower than the best in an uncounted round are left out). Ours is
-the serving loop that the command line runs. The floor under a decode step is the time to read the
+Each library runs in a process of its own. They take turns: while one runs a round, the others wait,
+so all see the same machine. All read a prompt, then decode greedily, and fetch every token. Prefill
+reads two prompts and times the second, because a process that waited must first get its memory
+back. The result is the median of the rounds, with a library's best setting at each point. (Settings
+four times slower than the best one in an uncounted round are left out.) Ours is the serving loop of
+the command line. A decode step's floor is the least time that it can take: that of reading the
 weights and the filled cache, at the bandwidth of a large one-row product in the same run.
 
-With --products the products of all matrices are measured too, alone and one after the other, with
-as many rows: a step could not be faster with the products that its library has.
+--products also times the products of all matrices alone, one after the other, with as many rows. A
+library's step cannot be faster than its own products.
 """
 
 import argparse
@@ -40,19 +40,20 @@ NEEDS = {
     THEIRS: ("torch", "transformers"),
     LLAMACPP: ("llama_cpp", "gguf", "torch", "transformers"),
 }
-PACKAGES = {"llama_cpp": "llama-cpp-python"}  # where a module has another name
+PACKAGES = {"llama_cpp": "llama-cpp-python"}  # modules whose package has another name
 SETTINGS = ["sdpa dynamic", "sdpa static", "eager dynamic", "eager static"]
-OF_EXPERTS = ["grouped_mm", "batched_mm", "eager"]  # of a mixture, two of SETTINGS with each
-HOPELESS = 4  # times slower than the best in the uncounted round: not measured at that point
+OF_EXPERTS = ["grouped_mm", "batched_mm", "eager"]  # for mixtures; each with 2 of SETTINGS
+HOPELESS = 4  # a setting so many times slower than the best is measured in no counted round
 
 
 class Worker(NamedTuple):
     process: Any
-    errors: Any  # a file: its stderr
+    errors: Any  # the file that has its stderr
 
 
 def ask(worker: Worker, **request: Any) -> dict[str, Any]:
-    """One task, done while every other worker waits; ValueError with the worker's complaint."""
+    """Has a worker do one task, while the others wait, and returns its reply. Raises ValueError
+    with the worker's error message."""
     try:
         worker.process.stdin.write(json.dumps(request) + "\n")
         worker.process.stdin.flush()
@@ -71,7 +72,8 @@ def ask(worker: Worker, **request: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def started(spec: dict[str, Any], home: str) -> Iterator[tuple[Worker, dict[str, Any]]]:
-    """A worker that has loaded the model, with its programs kept under `home`."""
+    """Starts a worker that loads the model, with a compilation cache under `home`. Yields the
+    worker, and facts about the model."""
     with tempfile.TemporaryFile("w+") as errors:
         pipes: dict[str, Any] = dict(
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -90,7 +92,8 @@ def started(spec: dict[str, Any], home: str) -> Iterator[tuple[Worker, dict[str,
 def start_up(
     spec: dict[str, Any], home: str, steps: int, setting: dict[str, str]
 ) -> dict[str, Any]:
-    """A new process: seconds to its first token, of them loading, and its memory after a round."""
+    """Starts a new process. Returns the seconds to its first token, the part of them that loading
+    took, and the peak memory after a round."""
     began = time.perf_counter()
     with started(spec, home) as (worker, facts):
         ask(worker, task="prefill", tokens=PROMPT, seed=0, prompts=1, **setting)
@@ -105,15 +108,16 @@ def medians(replies: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Point(NamedTuple):
-    """One thing to measure."""
+    """One measurement of the table."""
 
     name: str
     task: dict[str, Any]
-    tokens: int  # that one round makes
+    tokens: int  # that one round computes
 
 
 def measure(args: argparse.Namespace, specs: list[dict[str, Any]], home: str) -> dict[str, Any]:
-    """All rounds, in turns: the replies by point and by library with setting, and the bandwidth."""
+    """Runs all rounds, in turns. Returns the replies by point and by library with setting, and the
+    bandwidth."""
     points = [
         Point(f"decode, batch {b}", dict(task="decode", batch=b, steps=args.steps), b * args.steps)
         for b in args.batch
@@ -123,16 +127,18 @@ def measure(args: argparse.Namespace, specs: list[dict[str, Any]], home: str) ->
             alone = dict(task="products", rows=rows)
             points.append(Point(f"products alone, {rows} rows", alone, rows))
     rounds: dict[str, dict[str, list[dict[str, Any]]]] = {p.name: {} for p in points}
-    first: dict[tuple[str, str], dict[str, float]] = {}  # seconds by point and library
+    first: dict[tuple[str, str], dict[str, float]] = {}  # by point and library: seconds by setting
     bandwidth = []
     with contextlib.ExitStack() as stack:
         workers = [(s, stack.enter_context(started(s, home))) for s in specs]
         for _, (_, facts) in workers:
             if len(specs) > 1 and facts["platform"] != "cpu":
-                raise ValueError("--against compares on the CPU: set JAX_PLATFORMS=cpu")
+                raise ValueError("--against compares only on CPU: set JAX_PLATFORMS=cpu")
             if max(PROMPT + args.steps + 2, *(n + 1 for n in args.prefill)) > facts["context"]:
-                raise ValueError(f"the model's context is only {facts['context']} tokens")
-        for r in range(-1, args.rounds):  # the first is not counted: it compiles
+                raise ValueError(
+                    f"--steps or --prefill exceeds the model's context of {facts['context']} tokens"
+                )
+        for r in range(-1, args.rounds):  # round -1 compiles, and is not counted
             if r >= 0:
                 bandwidth.append(ask(workers[0][1][0], task="bandwidth")["bytes_per_s"])
             for point in points:
@@ -140,7 +146,7 @@ def measure(args: argparse.Namespace, specs: list[dict[str, Any]], home: str) ->
                     seconds = first.setdefault((point.name, spec["library"]), {})
                     alone = point.task["task"] == "products"
                     if alone and spec["library"] == LLAMACPP:
-                        continue  # it has no call for them
+                        continue  # it has no such function
                     for setting in [""] if alone else spec["settings"]:
                         if r >= 0 and seconds[setting] > HOPELESS * min(seconds.values()):
                             continue
@@ -170,7 +176,8 @@ def summarise(replies: list[dict[str, Any]], bandwidth: float, steps: int) -> di
 
 
 def same_tokens(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[int, int]:
-    """(Tokens of the first row before the first that differs, tokens) over all rounds."""
+    """Returns (the first row's tokens before the first difference, all its tokens), summed over the
+    rounds."""
     same = total = 0
     for a, b in zip(ours, theirs, strict=True):
         pairs = [x == y for x, y in zip(a["tokens"], b["tokens"], strict=True)]
@@ -180,29 +187,30 @@ def same_tokens(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tup
 
 
 def settings_of(library: str, shape: dict[str, Any]) -> list[str]:
-    """Ways to run a library, of which the best counts; one that has no choice has an empty name."""
+    """Returns the settings to run a library with; the best one counts. A library without settings
+    has one with an empty name."""
     if library != THEIRS:
         return [""]
     if "num_experts_per_tok" in shape and not shape["model_type"].startswith("llama4"):
-        sinks = shape["model_type"] == "gpt_oss"  # which torch's SDPA has not
+        sinks = shape["model_type"] == "gpt_oss"  # torch's SDPA has none
         attention = SETTINGS[2:] if sinks else SETTINGS[:2]
         return [f"{setting} {experts}" for setting in attention for experts in OF_EXPERTS]
     return SETTINGS
 
 
 def make_gguf(spec: dict[str, Any], home: str) -> str:
-    """In a process of its own, whose memory is not measured."""
+    """Writes a GGUF file in a separate process, whose memory is not measured. Returns its path."""
     file, described = Path(home) / "model.gguf", Path(home) / "spec.json"
     described.write_text(json.dumps(spec))
     argv = [sys.executable, "-m", "benchmarks.llamacpp", str(described), str(file)]
     done = subprocess.run(argv, capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"no GGUF file could be made: {done.stderr.strip().splitlines()[-1]}")
+        raise ValueError(f"cannot make a GGUF file: {done.stderr.strip().splitlines()[-1]}")
     return str(file)
 
 
 def compare(args: argparse.Namespace, spec: dict[str, Any], home: str) -> dict[str, Any]:
-    """Everything about one dtype."""
+    """Runs all measurements for one dtype."""
     specs = []
     for library in (OURS, *args.against):
         settings = settings_of(library, spec["shape"])
@@ -211,7 +219,7 @@ def compare(args: argparse.Namespace, spec: dict[str, Any], home: str) -> dict[s
         if library == LLAMACPP:
             specs[-1]["gguf"] = make_gguf(spec, home)
     starts: dict[str, list[dict[str, Any]]] = {}
-    for turn in ("cold", *["warm"] * args.rounds):  # the first finds no compiled program
+    for turn in ("cold", *["warm"] * args.rounds):  # "cold" finds an empty compilation cache
         for s in specs:
             progress(f"{spec['dtype']} {turn} start: {s['library']}")
             setting = {"setting": s["settings"][0]} if s["settings"][0] else {}
@@ -239,24 +247,25 @@ def compare(args: argparse.Namespace, spec: dict[str, Any], home: str) -> dict[s
 
 
 START = (
-    ("first token of a new process, s", "first_token_s", "cold", 1.0),
-    ("the same with compiled programs kept, s", "first_token_s", "warm", 1.0),
+    ("first token of a new process, compilation cache empty, s", "first_token_s", "cold", 1.0),
+    ("first token of a new process, compilation cache warm, s", "first_token_s", "warm", 1.0),
     ("load, s", "load_s", "warm", 1.0),
     ("peak memory, GB", "peak_bytes", "warm", 1e9),
 )
 
 
 def table(result: dict[str, Any], against: Sequence[str]) -> Iterator[str]:
-    """Lines of markdown; × is how many times as fast, or as small, ours is."""
+    """Yields the table as lines of markdown. × is our advantage: above 1, ours is faster or takes
+    less memory."""
 
     def rate(s: dict[str, Any]) -> str:
-        floor = f", {100 * s['of_floor']:.0f} % of floor" if "of_floor" in s else ""
+        floor = f", {100 * s['of_floor']:.0f} % of the floor" if "of_floor" in s else ""
         return f"{s['median']:.1f} ({s['low']:.1f} to {s['high']:.1f}){floor}"
 
     def row(name: str, *cells: str) -> str:
         return f"| {' | '.join((name, *cells))} |"
 
-    yield f"{result['dtype']}, reads {result['bandwidth'] / 1e9:.1f} GB/s\n"
+    yield f"{result['dtype']}; read bandwidth {result['bandwidth'] / 1e9:.1f} GB/s\n"
     yield row("", f"**{OURS}**", *(cell for name in against for cell in (name, "×")))
     yield row("---", "---", *["---"] * (2 * len(against)))
     for point, p in result["points"].items():
@@ -278,7 +287,7 @@ def table(result: dict[str, Any], against: Sequence[str]) -> Iterator[str]:
         for library, other in p["others"].items():
             if "same" in other:
                 same, total = other["same"]
-                yield f"\n{point}: {library} and this agree on {same} of {total} tokens."
+                yield f"\n{point}: {library} and {OURS} agree on {same} of {total} tokens."
 
 
 def machine(against: Sequence[str]) -> dict[str, Any]:
@@ -302,16 +311,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     dtypes = ["float32", "bfloat16"]
     ap.add_argument("--dtype", nargs="+", choices=dtypes, default=["bfloat16"])
-    ap.add_argument("--quant", choices=["int8"], help="of our weights and cache")
+    ap.add_argument("--quant", choices=["int8"], help="quantise our weights and cache")
     against = dict(nargs="+", choices=[THEIRS, LLAMACPP], default=[])
-    ap.add_argument("--against", **against, help="what to measure beside it, in turns")
+    ap.add_argument("--against", **against, help="other libraries, measured in turns with ours")
     ap.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="B")
-    ap.add_argument("--steps", type=int, default=64, metavar="N", help="tokens decoded a round")
+    ap.add_argument("--steps", type=int, default=64, metavar="N", help="tokens to decode per round")
     ap.add_argument("--prefill", nargs="+", type=int, default=[512], metavar="T")
     ap.add_argument("--rounds", type=int, default=7, metavar="R")
-    ap.add_argument("--model", default="llama3", help="package of the model")
-    ap.add_argument("--products", action="store_true", help="also the products of a step, alone")
-    ap.add_argument("--json", type=Path, metavar="FILE", help="every round, and the summary")
+    ap.add_argument("--model", default="llama3", help="the model's package")
+    ap.add_argument("--products", action="store_true", help="also time a step's products alone")
+    ap.add_argument("--json", type=Path, metavar="FILE", help="write every round, and the summary")
     args = ap.parse_args(argv)
     for name in ("batch", "steps", "prefill", "rounds"):
         values = getattr(args, name)
@@ -319,7 +328,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             ap.error(f"--{name} must be at least 1")
     if args.batch and max(args.batch) > MAX_SLOTS:
         ap.error(
-            f"--batch must be at most {MAX_SLOTS}, the slots that the command line takes by itself"
+            f"--batch must be at most {MAX_SLOTS}: by default, the command line takes no more slots"
         )
     return args
 
@@ -337,7 +346,10 @@ def run(args: argparse.Namespace) -> None:
     spec["shape"] = read_shape(module, spec["ckpt"], random=spec["random"])[0]
     facts = machine(args.against)
     print(f"{spec['ckpt']}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
-    print(f"decode of {args.steps} tokens behind {PROMPT}; medians of {args.rounds} rounds (range)")
+    print(
+        f"decode {args.steps} tokens after a prompt of {PROMPT}; "
+        f"medians of {args.rounds} rounds (range)"
+    )
     results = []
     for dtype in args.dtype:
         with tempfile.TemporaryDirectory() as home:

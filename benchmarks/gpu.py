@@ -1,19 +1,19 @@
-"""What a GPU says of this library, within nine minutes.
+"""Tests and times this library on a GPU, within nine minutes.
 
     python -m benchmarks.gpu [--minutes 9] [--json gpu.json]
 
-It needs the repository, JAX with CUDA and a GPU; torch and transformers are timed beside where they
-are installed. What matters most comes first, and every row is kept as it comes, so that a run that
-is cut short is still worth something:
+Needs the repository, a GPU, and JAX with CUDA. If torch and transformers are installed, it times
+them, too. The most important rows come first, and every row is saved as soon as it is done, so a
+run that is cut short is still useful:
 
-1. every kernel against the reference, in every dtype: its error;
-2. every kernel's time against its floor, beside what JAX and torch have for the same arrays;
+1. the error of every kernel against the reference, in every dtype;
+2. the time of every kernel against its floor, beside JAX's and torch's own for the same arrays;
 3. models with random weights, decoding and reading prompts, against their floors.
 
-A floor is bytes over the bandwidth of a copy, or operations over the rate of a large product,
-whichever is longer, both measured in the same process. Each group of rows has a process of its own:
-one that fails or hangs takes no other with it. --tiny runs the same anywhere, at sizes whose times
-say nothing.
+A floor is the least time possible: bytes / bandwidth of a copy, or operations / rate of a large
+product, whichever is longer. Both rates are measured in the same process. Each group of rows has
+its own process: if one fails or hangs, the others still run. --tiny runs the same code on any
+machine, at sizes whose times mean nothing.
 """
 
 import argparse
@@ -47,16 +47,16 @@ Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent
 ONE = dict(data=1, expert=1, tensor=1)
 DTYPES = ("bf16", "int8", "fp8")
-GRACE = 20  # seconds that a group gets to end by itself
+GRACE = 20  # seconds that a group has to finish its last row, before it is killed
 
 
 class Group(NamedTuple):
-    """Rows that one process makes, of one of the three parts."""
+    """Rows of one part, all made by one process."""
 
     part: str  # "errors", "times" or "models"
-    rows: Callable[[bool], Iterator[Callable[[], Row]]]  # of whether it is tiny; each makes a row
-    share: float  # of the minutes
-    threads: int = 1  # rows made at the same time, where none is timed
+    rows: Callable[[bool], Iterator[Callable[[], Row]]]  # from `tiny`: functions, each for a row
+    share: float  # the fraction of the minutes that it may take
+    threads: int = 1  # how many rows run at the same time, which is 1 if they are timed
 
 
 def machine(tiny: bool) -> kernels.Machine:
@@ -67,8 +67,8 @@ def machine(tiny: bool) -> kernels.Machine:
 
 
 def error_row(name: str, dtype: str, run: Callable[..., Any], make: Callable[[], Any]) -> Row:
-    """How far a GPU's kernel is from the reference, as a part of the largest number; elsewhere what
-    the platform runs."""
+    """Compares a GPU's kernel (elsewhere, what the platform runs) with the reference. The error is
+    a fraction of the largest number."""
     args, ours = make(), "gpu" if jax.default_backend() == "gpu" else "auto"
     try:
         got, want = (jax.jit(partial(run, implementation=i))(*args) for i in (ours, "reference"))
@@ -79,14 +79,14 @@ def error_row(name: str, dtype: str, run: Callable[..., Any], make: Callable[[],
 
 
 def attend(attention: Any, heads: kernels.Heads, last: int | None, *args: Any, **options: Any):
-    """`kernels.attend`, of the last positions of each slot alone unless that is None."""
+    """Calls `kernels.attend`; if `last` is given, only for so many last positions of each slot."""
     if last is not None:
         options |= dict(starts=jnp.maximum(args[3] - last, 0))
     return kernels.attend(attention, heads, *args, **options)
 
 
 def slots(heads: kernels.Heads, dtype: str, queries: int) -> Any:
-    """Arrays of `kernels.make_attention`, of slots that are empty, short, odd and full."""
+    """Returns the arrays of `kernels.make_attention`, with empty, short, odd and full slots."""
     q, k, v, _, *scales = kernels.make_attention(heads, dtype, 5, 0, 512)
     q = jnp.concatenate([(1 + t / 4) * q for t in range(queries)], axis=1)
     return q, k, v, jnp.array([0, queries, 65, 400, 512], jnp.int32), *scales
@@ -107,7 +107,7 @@ def attention_errors(dtype: str, tiny: bool) -> Iterator[Callable[[], Row]]:
 
 
 def grouped(shape: kernels.Experts, dtype: str, tokens: int) -> Any:
-    """Arrays of `kernels.make_experts`, of five groups of any sizes; the first one is empty."""
+    """Returns the arrays of `kernels.make_experts`: one empty group, and four of random sizes."""
     x, w, _ = kernels.make_experts(shape._replace(number=5, active=2), dtype, tokens)
     cuts = np.random.default_rng(0).integers(len(x) + 1, size=3)
     ends = np.sort([0, 0, *cuts, len(x)])
@@ -164,7 +164,7 @@ class Model(NamedTuple):
     family: str
     size: str
     quant: str | None = None
-    setting: str | None = None  # of transformers, which runs it then
+    setting: str | None = None  # if given, transformers runs it with this setting
 
 
 MODELS = {
@@ -180,7 +180,7 @@ MODELS = {
 
 
 def tasks_of(model: Model, shape: dict[str, Any]) -> dict[str, Task]:
-    """The tasks of `benchmarks.generate`, with random weights."""
+    """Returns the tasks of `benchmarks.generate`, with random weights."""
     spec: Any = dict(dtype="bfloat16", quant=model.quant, random=True, model=model.family)
     if model.setting is not None:
         tasks, _ = hf.tasks_of(spec | dict(shape=shape))
@@ -241,9 +241,9 @@ GROUPS = {
 
 
 def work(group: Group, tiny: bool, seconds: float) -> None:
-    """Prints the rows of a group, a line of JSON each; those not begun by then are left out."""
+    """Prints the rows of a group, one line of JSON each. Begins no row after `seconds`."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print goes to stderr
     end, left_out = time.monotonic() + seconds, 0
 
     def tell(row: Row) -> None:
@@ -255,7 +255,7 @@ def work(group: Group, tiny: bool, seconds: float) -> None:
             return None
         try:
             return make()
-        except Exception as error:  # of any library: the next row may work
+        except Exception as error:  # from any library: the next row may still work
             return dict(failed=" ".join(str(error).split())[:300] or type(error).__name__)
 
     device = jax.devices()[0]
@@ -271,8 +271,8 @@ def work(group: Group, tiny: bool, seconds: float) -> None:
 
 
 def rows_of(command: Sequence[str], seconds: float) -> Iterator[Row]:
-    """The rows that a process prints, which is stopped after `seconds`."""
-    # All of the memory, as the largest model wants it, but taken as it is needed.
+    """Yields the rows that a process prints. Kills the process after `seconds`."""
+    # The largest model needs nearly all of the memory. JAX allocates it only as needed.
     memory = dict(XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_PYTHON_CLIENT_MEM_FRACTION="0.95")
     pipes: Any = dict(stdout=subprocess.PIPE, text=True, env=os.environ | memory, cwd=ROOT)
     with tempfile.TemporaryFile("w+") as errors:
@@ -292,11 +292,11 @@ def rows_of(command: Sequence[str], seconds: float) -> Iterator[Row]:
             process.kill()
 
 
-COLUMNS = ("case", "of the floor", "us", "time of others", "error")
+COLUMNS = ("case", "floor / time", "time, us", "others' time / ours", "error")
 
 
 def show(name: str, row: Row, cpu: bool) -> str:
-    """A row as a line of the table; times of a CPU, which is here for tests, are left out."""
+    """Formats a row as a line of the table. Omits the times of a CPU, which only tests use."""
     for what in ("failed", "left_out"):
         if what in row:
             return f"| {name} | {what.replace('_', ' ')}: {row[what]} | | | |"
@@ -319,16 +319,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ap.add_argument("--minutes", type=float, default=9.0, metavar="M")
     ap.add_argument("--json", type=Path, default=Path("gpu.json"), metavar="FILE")
     ap.add_argument(
-        "--tiny", action="store_true", help="anywhere, at sizes whose times say nothing"
+        "--tiny", action="store_true", help="run anywhere, at sizes whose times mean nothing"
     )
-    ap.add_argument("--only", metavar="WORD", default="", help="groups whose names have it")
+    ap.add_argument("--only", metavar="WORD", default="", help="run groups with WORD in the name")
     ap.add_argument("--group", choices=GROUPS, help=argparse.SUPPRESS)
     ap.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     args = ap.parse_args(argv)
     if args.minutes <= 0:
         ap.error("--minutes must be positive")
     if not any(args.only in name for name in GROUPS):
-        ap.error(f"--only {args.only}: there are {', '.join(GROUPS)}")
+        ap.error(f"--only {args.only}: no group has this name; there are {', '.join(GROUPS)}")
     return args
 
 
@@ -350,14 +350,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts: Row = {}
     for i, (name, group) in enumerate(chosen.items()):
         rest = sum(other.share for other in list(chosen.values())[i:])
-        seconds = max(0, end - time.monotonic()) * group.share / rest  # what others left is shared
+        # Later groups share the time that earlier ones left over.
+        seconds = max(0, end - time.monotonic()) * group.share / rest
         words = ["--group", name, "--seconds", str(seconds), *(["--tiny"] if args.tiny else [])]
         command = [sys.executable, "-m", "benchmarks.gpu", *words]
         for row in rows_of(command, seconds + GRACE):
             if "device" in row:
                 if row["platform"] != "gpu" and not args.tiny:
                     fail(
-                        f"JAX finds no GPU here but {row['platform']}: try --tiny, which needs none"
+                        f"JAX finds no GPU, only {row['platform']}: try --tiny, which needs no GPU"
                     )
                 if not facts:
                     facts = row

@@ -1,4 +1,4 @@
-"""transformers as the other side of `benchmarks.generate`."""
+"""Runs transformers in `benchmarks.generate`."""
 
 import functools
 import time
@@ -17,7 +17,7 @@ from benchmarks.worker import (
 
 
 def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
-    """transformers in eager mode, as its documentation has it."""
+    """Loads a model into transformers in eager mode, as its documentation shows."""
     import torch
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
@@ -39,7 +39,7 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     embedding = model.get_input_embeddings().weight
     tied = embedding is model.get_output_embeddings().weight
     weights = sum(p.nbytes for p in model.parameters()) - (0 if tied else embedding.nbytes)
-    stacks = [p for p in model.parameters() if p.ndim == 3]  # of experts
+    stacks = [p for p in model.parameters() if p.ndim == 3]  # experts' matrices
     head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     kv_heads = getattr(c, "num_key_value_heads", c.num_attention_heads)
     position = 2 * c.num_hidden_layers * kv_heads * head * dtype.itemsize

@@ -1,12 +1,12 @@
-"""How near the shared kernels come to what this machine can do at best.
+"""Times the shared kernels against the best that this machine can do.
 
     python -m benchmarks.kernels [--kernel decode_attention] [--dtype int8] [--batch 1 8]
 
-Runs wherever it is started. Every case is first compared with the reference, at a size that the
-reference can bear, and only timed if it agrees. Its floor is the longer of two times: that of
-copying as many bytes as it must read, and that of as many operations in one large product, both
-measured in the same run. Beside it stand, where the machine has them, the alternatives of JAX and
-torch for the same arrays. Cases larger than --gigabytes are left out by name.
+Runs on any platform. Each case is first compared with the reference, at a size small enough for
+that, and timed only if it agrees. Its floor is the least time possible, the longer of two: to copy
+as many bytes as it must read, and to do as many operations in one large product. Both are measured
+in the same run. If JAX or torch have alternatives for the same arrays, these are timed, too. Cases
+larger than --gigabytes are left out, and listed.
 """
 
 import argparse
@@ -32,20 +32,20 @@ from common.quant import Fp8, Int8, Mxfp4, quantize_rows
 
 KERNELS = ("decode_attention", "prefill_attention", "ragged_dot")
 BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
-BOUND = dict(bf16=0.02, int8=0.03, fp8=0.02, mxfp4=0.02)  # of the largest number of the reference
+BOUND = dict(bf16=0.02, int8=0.03, fp8=0.02, mxfp4=0.02)  # of the reference's largest number
 
 
 class Heads(NamedTuple):
     query: int
     kv: int
     width: int  # of a cached key
-    v_dim: int | None = None  # of rows that hold keys and values
-    row: int | None = None  # width of such rows; that of the keys unless given
+    v_dim: int | None = None  # width of the values, if rows hold keys and values
+    row: int | None = None  # width of such rows; by default that of the keys
 
 
 class Experts(NamedTuple):
     number: int
-    active: int  # a token
+    active: int  # per token
     n_out: int
     n_in: int
 
@@ -68,7 +68,7 @@ EXPERTS = {
 
 
 class Machine(NamedTuple):
-    """What it can do at best."""
+    """The best rates measured on this machine."""
 
     bandwidth: float  # bytes per second, read and written
     rate: float  # floating-point operations per second of a product in bfloat16
@@ -77,13 +77,13 @@ class Machine(NamedTuple):
 class Case(NamedTuple):
     name: str
     dtype: str
-    bytes: int  # that must be read or written
+    bytes: int  # that it must read or write
     operations: float
     stored: int  # bytes of its arrays
-    make: Callable[[], Any]  # arguments of run
+    make: Callable[[], Any]  # makes the arguments of `run` and `others`
     run: Callable[..., Any]
-    others: dict[str, Callable[..., Any]]  # of the same arguments
-    check: Callable[[], float]  # the error, as a part of the largest number
+    others: dict[str, Callable[..., Any]]  # alternatives in JAX
+    check: Callable[[], float]  # returns the error, as a fraction of the largest number
 
 
 # ---- cases
@@ -95,7 +95,7 @@ def relative(got: Any, want: Any) -> float:
 
 
 def make_attention(heads: Heads, dtype: str, batch: int, length: int, capacity: int) -> Any:
-    """q, k, v, lengths, k_scale, v_scale; v and scales may be None."""
+    """Returns q, k, v, lengths, k_scale and v_scale. v and the scales may be None."""
     keys = jax.random.split(jax.random.key(0), 3)
     shape = (batch, heads.kv, capacity, heads.row or heads.width)
     q = jax.random.normal(keys[0], (batch, 1, heads.query, heads.width), BF16)
@@ -125,7 +125,7 @@ def jax_attention(implementation: str, q, k, v, lengths_B, k_scale, v_scale):
 
 
 def row_bytes(heads: Heads, dtype: str) -> int:
-    """Of one position and head of the cache."""
+    """Returns the bytes of one position and head of the cache."""
     arrays, width = (1, heads.row or heads.width) if heads.v_dim else (2, heads.width)
     return {"bf16": 2 * width, "int8": width + 4, "fp8": width}[dtype] * arrays
 
@@ -138,7 +138,7 @@ def other_attention(heads: Heads, dtype: str) -> dict[str, Callable[..., Any]]:
 
 
 def apart(run: Callable[..., Any], args: Any) -> float:
-    """How far what the machine chooses is from the reference."""
+    """Returns the error of the implementation that the platform chooses."""
     return relative(
         *(jax.jit(partial(run, implementation=i))(*args) for i in ("auto", "reference"))
     )
@@ -163,7 +163,7 @@ def attention_case(name: str, heads: Heads, dtype: str, batch: int, length: int)
 
 
 def prefill_case(name: str, heads: Heads, dtype: str, tokens: int) -> Case:
-    """A prompt that attends to itself. Its floor counts the products that the mask leaves."""
+    """A prompt that attends to itself. Its floor counts only the products that the mask keeps."""
     widths = heads.width + (heads.v_dim or heads.width)
     size = tokens * (heads.kv * row_bytes(heads, dtype) + heads.query * widths * 2)
     run = partial(attend, prefill_attention, heads)
@@ -187,7 +187,7 @@ def prefill_case(name: str, heads: Heads, dtype: str, tokens: int) -> Case:
 
 
 def make_experts(shape: Experts, dtype: str, tokens: int) -> Any:
-    """x, w and the sizes of the groups, of which the first ones are full and the rest empty."""
+    """Returns x, w and the group sizes. The first groups share the rows; the rest are empty."""
     keys = jax.random.split(jax.random.key(1), 3)
     E, n_out, n_in = shape.number, shape.n_out, shape.n_in
     sizes = np.bincount(np.arange(tokens * shape.active) % active(shape, tokens), minlength=E)
@@ -207,7 +207,7 @@ def make_experts(shape: Experts, dtype: str, tokens: int) -> Any:
 
 
 def active(shape: Experts, tokens: int) -> int:
-    """Experts that have rows when the router is fair."""
+    """Returns how many experts get rows if the router is fair."""
     return min(
         shape.number,
         max(1, round(shape.number * (1 - (1 - shape.active / shape.number) ** tokens))),
@@ -257,7 +257,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def seconds(run: Callable[..., Any], args: Any, repeats: int) -> float:
-    """Of one call, when calls follow each other without a pause: the median of some series."""
+    """Returns the time of one call: the median of five series of calls without a pause."""
     run = jax.jit(run)
     jax.block_until_ready(run(*args))
     series = []
@@ -271,7 +271,7 @@ def seconds(run: Callable[..., Any], args: Any, repeats: int) -> float:
 
 
 def copy_bandwidth(gigabytes: float, repeats: int) -> float:
-    """Bytes per second, read and written, of a copy that no cache holds."""
+    """Returns the bytes per second, read plus written, of a copy too large for any cache."""
     x = jnp.zeros(int(gigabytes * 2**30) // 4, jnp.int32)
     return 2 * x.nbytes / seconds(lambda x: x + 1, (x,), repeats)
 
@@ -282,12 +282,12 @@ def product_rate(size: int, repeats: int) -> float:
 
 
 def measure_machine(gigabytes: float, size: int, repeats: int) -> Machine:
-    """With a copy of that many gigabytes, and a product of matrices of that size."""
+    """Measures a copy of so many gigabytes, and a product of square matrices of this size."""
     return Machine(copy_bandwidth(gigabytes, repeats), product_rate(size, repeats))
 
 
 def torch_others(case: Case, args: Any) -> dict[str, float]:
-    """Seconds of torch's own, where it is installed and takes these arrays."""
+    """Returns the seconds of torch's own functions, if it is installed and takes these arrays."""
     if importlib.util.find_spec("torch") is None or case.dtype != "bf16":
         return {}
     import torch
@@ -323,10 +323,12 @@ def torch_others(case: Case, args: Any) -> dict[str, float]:
 
 
 def measure(case: Case, machine: Machine, repeats: int) -> dict[str, Any]:
-    """ValueError when the kernel is wrong."""
+    """Measures one case. Raises ValueError if the kernel is wrong."""
     error = case.check()
     if not error <= BOUND[case.dtype]:
-        raise ValueError(f"{case.name}, {case.dtype}: wrong by {error:.3g} of the largest number")
+        raise ValueError(
+            f"{case.name}, {case.dtype}: the kernel's error is {error:.3g} of the largest number"
+        )
     args = case.make()
     own = seconds(case.run, args, repeats)
     others = {name: seconds(run, args, repeats) for name, run in case.others.items()}
@@ -359,9 +361,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ap.add_argument("--length", nargs="+", type=int, default=[512, 8192, 32768], metavar="S")
     ap.add_argument("--prompt", nargs="+", type=int, default=[512, 8192], metavar="T")
     ap.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 64, 512], metavar="M")
-    ap.add_argument("--gigabytes", type=float, default=0.3 if cpu else 16.0, help="of a case")
+    ap.add_argument(
+        "--gigabytes", type=float, default=0.3 if cpu else 16.0, help="skip larger cases"
+    )
     ap.add_argument("--repeats", type=int, default=3 if cpu else 50, metavar="R")
-    ap.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
+    ap.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     args = ap.parse_args(argv)
     sizes = (*args.batch, *args.length, *args.prompt, *args.tokens, args.repeats)
     if min(sizes) < 1 or args.gigabytes <= 0:
@@ -376,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device, (bandwidth, rate) = jax.devices()[0].device_kind, machine
     speeds = f"copies {bandwidth / 1e9:.1f} GB/s, multiplies {rate / 1e12:.2f} TFLOP/s"
     print(f"{device}, jax {jax.__version__}; {speeds}\n")
-    print("| case | dtype | of the floor | us | time of others | error |")
+    print("| case | dtype | floor / time | time, us | others' time / ours | error |")
     print("|---|---|---|---|---|---|")
     results, left_out = [], []
     for case in cases(args):

@@ -1,7 +1,7 @@
-"""llama.cpp as the other side of `benchmarks.generate`: what a CPU can do with code written for it.
+"""Runs llama.cpp in `benchmarks.generate`, to show what a CPU can do with code written for it.
 
-Its models are GGUF files, which `write_gguf` makes of a checkpoint or of random weights, through
-transformers. Needs the packages llama-cpp-python (its source package builds for this very machine),
+Its models are GGUF files. `write_gguf` makes them from a checkpoint or from random weights, through
+transformers. Needs the packages llama-cpp-python (its source package builds for the CPU at hand),
 gguf, torch and transformers.
 
     python -m benchmarks.llamacpp SPEC.json FILE.gguf
@@ -20,12 +20,13 @@ import numpy as np
 from benchmarks.worker import PROMPT, Task, cores, peak_memory, prompt_ids
 
 ARCHITECTURES = dict(llama="llama", qwen3="qwen3", qwen3_moe="qwen3moe", gpt2="gpt2")
-TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}  # its name of each storage
-READ_AT_ONCE = 512  # tokens of a prompt, its default
+TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}  # llama.cpp's names of these types
+READ_AT_ONCE = 512  # prompt tokens per call: llama.cpp's default
 
 
 def write_gguf(spec: dict[str, Any], file: Path) -> None:
-    """Without a tokenizer, which is not measured. ValueError for an architecture not known here."""
+    """Writes a GGUF file without a tokenizer, which is not measured. Raises ValueError if the
+    architecture is not in ARCHITECTURES."""
     import gguf
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -79,7 +80,8 @@ def write_gguf(spec: dict[str, Any], file: Path) -> None:
 
 
 def published(model: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Float32 tensors under their published names, rows and columns as llama.cpp has them."""
+    """Yields float32 tensors under their published names, with llama.cpp's order of rows and
+    columns."""
     tied = model.config.tie_word_embeddings
     heads = dict(q_proj=model.config.num_attention_heads)
     heads |= dict(k_proj=getattr(model.config, "num_key_value_heads", None))
@@ -95,7 +97,7 @@ def published(model: Any) -> Iterator[tuple[str, np.ndarray]]:
         elif model.config.model_type == "gpt2" and x.ndim == 2 and ".h." in name:
             yield name, x.T  # published as [in, out]
         elif model.config.model_type == "llama" and module in heads:
-            # It rotates neighbours, where the published order has the halves of a head.
+            # llama.cpp rotates pairs of neighbours; the published order pairs the halves of a head.
             split = x.reshape(heads[module], 2, -1, x.shape[1])
             yield name, split.swapaxes(1, 2).reshape(x.shape)
         else:
@@ -103,7 +105,7 @@ def published(model: Any) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
-    """Of the file spec["gguf"]."""
+    """Loads the file spec["gguf"]. Returns the tasks, and facts about the model."""
     import llama_cpp as lib
 
     lib.llama_log_set(quiet, None)
@@ -130,7 +132,7 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
         return context
 
     def run(context: Any, ids: Sequence[int], at: Sequence[int], slots: Sequence[int]) -> Any:
-        """Appends tokens to slots; the greedy tokens after the last of each slot."""
+        """Appends tokens to slots. Returns the greedy token after the last one of each slot."""
         batch, last = (
             lib.llama_batch_init(len(ids), 0, 1),
             {slot: i for i, slot in enumerate(slots)},

@@ -1,12 +1,12 @@
-"""How fast a checkpoint is loaded beside reading its files, and how much host memory that takes.
+"""Times loading a checkpoint against just reading its files, and measures the host memory it takes.
 
     python -m benchmarks.load deepseek_r1 --shape deepseek-r1 --layers 2 \\
         --set first_k_dense_replace=1 n_routed_experts=16
 
-Writes a directory of random numbers in the published layout of a size, at its true widths, and
-loads it as it is, or in int8. The files were just written, so both are read from memory, not from
-a disk, and both go to new memory. What the load needs beyond the arrays themselves is measured
-where /proc says it (Linux).
+Writes a directory of random numbers in the published layout of a size, at its true widths. Then
+loads it as it is, or in int8. The files were just written, so both read them from memory, not from
+a disk; and both write to newly allocated memory. On Linux, /proc also tells how much memory the
+load needs beyond the arrays themselves.
 """
 
 import argparse
@@ -39,7 +39,8 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def stored_tensors(module: Any, config: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of every tensor of a checkpoint: the model file's table, backwards."""
+    """Yields the name, dtype and shape of every tensor of a checkpoint, by applying the model
+    file's table backwards."""
     rows = rows_by_path(module.checkpoint_table(config))
     for path, array in by_path(stored_layout(module.weight_layout(config))).items():
         pattern, numbers = starred(path)
@@ -52,7 +53,8 @@ def stored_tensors(module: Any, config: Any) -> Iterator[tuple[str, str, tuple[i
 
 
 def write_random(directory: Path, tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> int:
-    """One safetensors file of random bytes below 120, which are finite in every dtype. Its size."""
+    """Writes one safetensors file of random bytes below 120, which are finite in every dtype.
+    Returns the size of its tensors in bytes."""
     header, at = {}, 0
     for name, code, shape in tensors:
         size = math.prod(shape) * DTYPES[code].itemsize
@@ -69,7 +71,7 @@ def write_random(directory: Path, tensors: Sequence[tuple[str, str, tuple[int, .
 
 
 def read_speed(file: Path) -> float:
-    """Bytes per second at which the file is read into new memory, PIECE by PIECE: the best of
+    """Returns the bytes per second of reading the file into new memory, PIECE by PIECE: the best of
     three."""
     best = math.inf
     for _ in range(3):
@@ -82,7 +84,7 @@ def read_speed(file: Path) -> float:
 
 
 def resident(field: str) -> int | None:
-    """Bytes of this process that /proc/self/status tells, or None where there is none."""
+    """Returns a field of /proc/self/status in bytes, or None if there is no such file."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -122,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         size = write_random(directory, list(stored_tensors(module, config)))
         speed = read_speed(directory / "model.safetensors")
         seconds, weights = math.inf, None
-        for _ in range(3):  # the first time, the machine itself may have to find the memory
+        for _ in range(3):  # in the first load, the machine itself may have to find the memory
             del weights
             gc.collect()
             reset_peak()
@@ -133,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arrays = sum(x.nbytes for x in jax.tree.leaves(weights))
     peak = resident("VmHWM")
     sys.stdout.write(
-        f"{size / 1e9:.2f} GB in {seconds:.2f} s: {size / seconds / speed:.0%} of reading the file "
-        f"at {speed / 1e9:.2f} GB/s\n"
+        f"{size / 1e9:.2f} GB in {seconds:.2f} s: {size / seconds / speed:.0%} of the file's "
+        f"read speed, {speed / 1e9:.2f} GB/s\n"
     )
     if peak is not None and before is not None and mesh.devices.flat[0].platform == "cpu":
         beyond = peak - before - arrays

@@ -1,9 +1,9 @@
-"""Perplexity of a text under the precisions that the command line offers: what a format costs.
+"""Measures a text's perplexity in each precision of the command line, to show what each one costs.
 
     python -m benchmarks.perplexity --ckpt DIR --text FILE
 
-The text is cut into windows that are read independently, so the first token of each is not
-scored. Every product, and every read of the cache, is the one that generation uses.
+The text is cut into windows that are read independently, so the first token of each is not scored.
+All products and all reads of the cache are those that generation uses.
 """
 
 import argparse
@@ -46,7 +46,8 @@ PRECISIONS = (
 
 
 def surprise(weights: Any, tokens_BT: jax.Array, model: Model, dtype: Any) -> jax.Array:
-    """The sum of -log p(token | the row before it) over all tokens but the first of each row."""
+    """Returns the sum of -log p(token | its row before it), over all tokens but the first of each
+    row."""
     (B, T), module, config, mesh = tokens_BT.shape, model.module, model.config, model.mesh
     cache = module.init_state(config, B, T, dtype, model_shards(mesh)).cache
     end_B = jnp.full(B, T, jnp.int32)
@@ -57,11 +58,11 @@ def surprise(weights: Any, tokens_BT: jax.Array, model: Model, dtype: Any) -> ja
 
 
 def read_windows(model: Model, text: str, limit: int, window: int) -> np.ndarray:
-    """The first `limit` tokens of the text as rows of `window`, without what fills no whole row."""
+    """Returns the first `limit` tokens of the text as rows of `window`, without a partial row."""
     assert model.tokenizer is not None
     ids, most = encode(model.tokenizer, text)[:limit], model.config.max_position_embeddings
     if window > most:
-        raise ValueError(f"--window {window} is more than the model's context, {most} tokens")
+        raise ValueError(f"--window {window} exceeds the model's context of {most} tokens")
     if len(ids) < window:
         raise ValueError(f"the text has {len(ids)} tokens, fewer than one window of {window}")
     whole = len(ids) // window * window
@@ -69,7 +70,7 @@ def read_windows(model: Model, text: str, limit: int, window: int) -> np.ndarray
 
 
 def perplexity(args: argparse.Namespace, precision: Precision) -> tuple[float, int, float]:
-    """(perplexity, tokens scored, seconds) of the text under one precision."""
+    """Returns (perplexity, tokens scored, seconds) of the text in one precision."""
     module = importlib.import_module(f"{args.model}.model")
     model = open_model(module, args.ckpt, dtype=precision.dtype, quant=precision.quant)
     text = args.text.read_text(encoding="utf-8")
@@ -89,10 +90,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.formatter_class = argparse.RawDescriptionHelpFormatter
     ap.add_argument("--ckpt", required=True, help="directory or hub id of a published checkpoint")
     ap.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text")
-    ap.add_argument("--tokens", type=int, default=8192, metavar="N", help="read at most so many")
+    ap.add_argument("--tokens", type=int, default=8192, metavar="N", help="read at most N tokens")
     ap.add_argument("--window", type=int, default=512, metavar="T", help="tokens of context")
     ap.add_argument("--batch", type=int, default=2, metavar="B", help="windows read together")
-    ap.add_argument("--model", default="llama3", help="package of the model")
+    ap.add_argument("--model", default="llama3", help="the model's package")
     args = ap.parse_args(argv)
     try:
         if args.window < 2 or args.batch < 1:

@@ -1,10 +1,10 @@
-"""The process in which `benchmarks.generate` runs one library: it loads a model, and does one task
+"""The process in which `benchmarks.generate` runs one library. It loads a model, then does one task
 at a time.
 
-Each library has a module with `tasks_of`, which loads what a spec describes and returns its tasks
-prefill(tokens, seed, prompts), which times the last of them, decode(batch, steps, seed), memory()
-and perhaps products(rows, seed), and facts about the model. Nothing that another library needs is
-imported here.
+Each library has a module with `tasks_of`, which loads the model that a spec describes. It returns
+facts about the model and these tasks: prefill(tokens, seed, prompts), which times the last prompt;
+decode(batch, steps, seed); memory(); and perhaps products(rows, seed). This module imports none of
+the libraries, so each process loads only its own.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 PROMPT = 128  # tokens in the cache when decoding begins
-MAX_SLOTS = 8  # that decode at once; more rows are a prompt's
+MAX_SLOTS = 8  # at most so many slots decode at once; more rows belong to a prompt
 Task = Callable[..., dict[str, Any]]
 
 
@@ -33,7 +33,7 @@ def prompt_ids(seed: int, count: int, vocab_size: int) -> list[int]:
 
 
 def rows_of_experts(rows: int, experts: int, chosen: int) -> list[int]:
-    """How many rows each expert gets of `rows` tokens that chose `chosen` each, spread evenly."""
+    """Returns how many rows each expert gets if `rows` tokens choose `chosen` each, evenly."""
     return np.bincount(np.arange(rows * chosen) % experts, minlength=experts).tolist()
 
 
@@ -48,7 +48,8 @@ def median_seconds(run: Callable[[], Any], repeats: int = 5) -> dict[str, float]
 
 
 def peak_memory() -> dict[str, float]:
-    """In bytes. ru_maxrss can begin with the parent's, so the system's own figure comes first."""
+    """Returns this process's peak memory in bytes. ru_maxrss can start from the parent's peak, so
+    VmHWM is preferred where the system reports it."""
     try:
         status = Path("/proc/self/status").read_text()
         return {"bytes": 1024.0 * int(status.split("VmHWM:")[1].split()[0])}
@@ -60,9 +61,9 @@ def peak_memory() -> dict[str, float]:
 
 
 def work() -> None:
-    """Reads what to load, then tasks, a JSON line each; answers each with one."""
+    """Reads JSON lines: first the spec of a model to load, then tasks. Answers each with a line."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print goes to stderr
     known: dict[str, Task] = {}
     for line in sys.stdin:
         request = json.loads(line)

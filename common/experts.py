@@ -1,10 +1,10 @@
-"""Mixture of experts: which rows a device's experts get.
+"""Mixture of experts: which rows the experts of a device get.
 
-Tokens are copied once for each expert that they chose, and the copies sorted by expert, so that an
-expert's rows are neighbours and `ragged_dot` reads its matrix once, or not at all. Experts are
-split over the mesh axis `expert`. Every device sorts all rows of its slots, those of experts on
-other devices last: these cost nothing, come out as zeros, and a sum over the devices completes
-them. No row is dropped, whatever the experts' load.
+Each token is copied once for each expert that it chose, and the copies are sorted by expert. So the
+rows of an expert are neighbours, and `ragged_dot` reads its matrix once, or not at all. Experts are
+split over the mesh axis `expert`. Every device sorts all rows of its slots, and puts those of other
+devices' experts last. These cost nothing and come out as zeros; a sum over the devices completes
+them. No row is dropped, whatever the load of an expert.
 """
 
 from typing import Any, NamedTuple
@@ -18,25 +18,25 @@ from common.sharding import EXPERT
 
 
 class Groups(NamedTuple):
-    """M tokens that chose X experts each, as M * X rows sorted by expert."""
+    """The choices of M tokens, X experts each, as M * X rows sorted by expert."""
 
-    choice: jax.Array  # int32 [M * X], whose row it is: choice x of token m is m * X + x
-    sizes: jax.Array  # int32 [E], rows of each expert of this device; they are the first rows
-    row: jax.Array  # int32 [M, X], where the row of a token's choice is
+    choice: jax.Array  # int32 [M * X]: which choice each row is; choice x of token m is m * X + x
+    sizes: jax.Array  # int32 [E]: how many rows each expert of this device has; they come first
+    row: jax.Array  # int32 [M, X]: the row of each choice
 
     @property
     def token(self) -> jax.Array:
-        """int32 [M * X], the token whose row it is."""
+        """int32 [M * X]: the token of each row."""
         return self.choice // self.row.shape[1]
 
 
 def group_by_expert(expert_MX: jax.Array, num_local: int) -> Groups:
-    """The rows of this device's `num_local` experts, inside `shard_map`; `expert_MX` are numbers
-    among all experts."""
+    """Sorts the choices [M, X] of experts, numbered among all, for a device that holds `num_local`
+    of them. Called inside `shard_map`."""
     M, X = expert_MX.shape
     local = expert_MX.ravel() - lax.axis_index(EXPERT) * num_local
     local = jnp.where((local >= 0) & (local < num_local), local, num_local)
-    # JAX types argsort's result as the same on all devices, and gradients would go astray.
+    # JAX takes the result of argsort for equal on all devices, which makes gradients wrong.
     order = vary_like(jnp.argsort(local, stable=True), local)
     sizes = (local[:, None] == jnp.arange(num_local)).sum(axis=0, dtype=jnp.int32)
     row = jnp.zeros_like(order).at[order].set(jnp.arange(M * X, dtype=order.dtype))
@@ -44,5 +44,5 @@ def group_by_expert(expert_MX: jax.Array, num_local: int) -> Groups:
 
 
 def num_experts(w: Any) -> int:
-    """The experts of a stack of matrices, however it is stored."""
+    """How many experts a stack of matrices has, in any form."""
     return jax.tree.leaves(w)[0].shape[0]

@@ -1,9 +1,8 @@
-"""How a matrix is stored, plain, transposed, or in 8 or 4 bits; and the products that take it in
-any of these.
+"""The forms in which a matrix is stored (plain, transposed, in 8 or in 4 bits), and the products
+that take any form.
 
-`linear`, `headwise` and `embed_rows`, and `ragged_dot` for stacks of expert matrices, are the only
-places that ask how a matrix is stored: models call them and never branch. Matrices are [out, in],
-as published.
+Only `linear`, `headwise`, `embed_rows` and, for stacks of expert matrices, `ragged_dot` ask how a
+matrix is stored. Models call them and never branch. Matrices are [out, in], as published.
 """
 
 from collections.abc import Callable
@@ -23,16 +22,14 @@ Array = jax.Array
 
 FP8_BLOCK = 128  # rows and columns of a published fp8 matrix that share a scale
 MXFP4_GROUP = 32  # neighbours in a row that share a scale
-# Rows for which writing out a matrix in float32 pays, if its products are faster. Of more, x itself
-# would take much memory in float32.
+# For so many rows of bfloat16 it pays to write the matrix out in float32, if float32 products are
+# faster. For more rows, x itself would take much memory in float32.
 WIDENED_ROWS = range(256, 1025)
 
 
 class Int8(NamedTuple):
-    """values * scale, with one scale for each output channel and each shard of the input.
-
-    So every device quantises its own part of a matrix alone, and sees scale [1, out].
-    """
+    """values * scale. There is one scale for each output channel and each shard of the input, so
+    each device can quantise its own part of a matrix; it sees scale [1, out]."""
 
     values: Array  # int8 [.., out, in]
     scale: Array  # float32 [.., shards of in, out]
@@ -45,43 +42,43 @@ class Transposed(NamedTuple):
 
 
 class Fp8(NamedTuple):
-    """Matrices in 8-bit floats, scaled in blocks of 128 by 128 from the top left.
-
-    The last block of a row or column of blocks may be partial.
-    """
+    """Matrices in 8-bit floats. Each block of 128 by 128, counted from the top left, has a scale;
+    the last block of a row or column may be partial."""
 
     values: Array  # float8_e4m3fn [.., out, in]
     scale: Array  # float32 [.., ceil(out / 128), ceil(in / 128)], which multiplies
 
 
 class Mxfp4(NamedTuple):
-    """Matrices in 4-bit floats; 32 neighbours in a row share a scale.
+    """Matrices in 4-bit floats, of which 32 neighbours in a row share a scale.
 
-    A code is a sign, two bits of exponent and one of mantissa. A byte holds two neighbours, the
-    earlier one in its low bits. A scale is the exponent of a power of two, plus 127.
+    A 4-bit code has a sign, two bits of exponent and one of mantissa. A byte holds two neighbours,
+    the first one in its low bits. A scale is the exponent of a power of two, plus 127.
     """
 
     values: Array  # uint8 [.., out, in / 2]
     scale: Array  # uint8 [.., out, in / 32]
 
 
-Matrix = Array | Int8 | Transposed | Fp8 | Mxfp4  # or a stack of matrices, however it is stored
+Matrix = Array | Int8 | Transposed | Fp8 | Mxfp4  # or a stack of matrices in one of these forms
 
 
 class Storage(NamedTuple):
     """A way to store matrices that a user chooses when they are loaded."""
 
-    convert: Callable[[Array, DTypeLike], Matrix]  # one device's part of [.., out, in]; the dtype
-    specs: Callable[[PartitionSpec], Any]  # of its arrays, from the spec of [.., out, in]
-    kinds: tuple[str, ...]  # of the weights that it takes; see `Weight`
-    requantizes: tuple[type, ...] = ()  # published storages that it takes the place of
+    # From one device's part of [.., out, in], and the dtype of the model.
+    convert: Callable[[Array, DTypeLike], Matrix]
+    specs: Callable[[PartitionSpec], Any]  # of the arrays, from the spec of [.., out, in]
+    kinds: tuple[str, ...]  # the kinds of weights that it applies to; see `Weight`
+    bytes: int | None = None  # of one number, without scales; None: those of the model's dtype
+    requantizes: tuple[type, ...] = ()  # published forms that it replaces
 
 
 def quantize_rows(x: Array) -> tuple[Array, Array]:
     """Symmetric int8 along the last axis: values of x's shape, float32 scales without that axis."""
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1) / 127.0
-    # A row of zeros stays zeros.
+    # A row of zeros stays a row of zeros.
     inverse = jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), 0.0)
     return jnp.round(x * inverse[..., None]).astype(jnp.int8), scale
 
@@ -124,7 +121,7 @@ def transposed_shapes(shape: Shape) -> tuple[tuple[Shape, None], ...]:
     return (((*lead, columns, rows), None),)
 
 
-# Shape and dtype (None: that of the model) of the arrays in which a checkpoint holds [.., out, in].
+# The arrays in which a checkpoint holds [.., out, in]: shapes and dtypes (None: the model's dtype).
 SHAPES: dict[type, Callable[[Shape], Any]] = {
     Fp8: fp8_shapes,
     Mxfp4: mxfp4_shapes,
@@ -132,7 +129,7 @@ SHAPES: dict[type, Callable[[Shape], Any]] = {
 }
 # The specs of a stored matrix's arrays, from the spec of the matrix [.., out, in].
 SPECS: dict[type, Callable[[PartitionSpec], Any]] = {
-    Int8: lambda spec: Int8(P(*spec), swapped(spec)),  # the scale's axes stand the other way round
+    Int8: lambda spec: Int8(P(*spec), swapped(spec)),  # a scale is [.., in, out]
     Transposed: lambda spec: Transposed(swapped(spec)),
     Fp8: lambda spec: Fp8(P(*spec), P(*spec)),
     Mxfp4: lambda spec: Mxfp4(P(*spec), P(*spec)),
@@ -140,28 +137,28 @@ SPECS: dict[type, Callable[[PartitionSpec], Any]] = {
 
 
 def is_stored(w: Any) -> bool:
-    """Whether a matrix is stored in one of these ways, and is no plain array."""
+    """Whether a matrix has one of these forms, and is not a plain array."""
     return type(w) in SPECS
 
 
-INT8 = Storage(quantize_weight, SPECS[Int8], ("matrix", "headwise", "stack"), requantizes=(Fp8,))
-# XLA's CPU compiler multiplies a few rows of float32 1.4 times faster with what is stored this way.
+INT8 = Storage(quantize_weight, SPECS[Int8], ("matrix", "headwise", "stack"), 1, (Fp8,))
+# XLA on CPU multiplies a few rows of float32 by a transposed matrix 1.4 times as fast.
 TRANSPOSED = Storage(transpose_weight, SPECS[Transposed], ("matrix",))
 
 
 def linear(x: Array, w: Matrix, out_dtype: DTypeLike | None = None) -> Array:
     """x [..., in] times the transpose of w [out, in], summed in float32: [..., out] in `out_dtype`,
-    or else in x's dtype.
+    or in x's dtype if that is not given.
 
-    On CPU an int8 weight meets an activation that is itself rounded to int8, row by row: that is
-    the product that the CPU has an instruction for. Any other first writes the whole weight out in
-    a wider type.
+    On CPU, x is rounded to int8 row by row where w is int8: CPUs have an instruction for that
+    product. For any other, XLA would first write the whole weight out in a wider dtype.
     """
     *lead, width = x.shape
     rows = x.reshape(-1, width)
     n = rows.shape[0]
     if n == 1 and (isinstance(w, Int8) or x.dtype != jnp.float32):
-        # XLA's CPU compiler upcasts the whole weight for a one-row product; two rows read it as is.
+        # For one row XLA on CPU would upcast the whole weight; for two it reads the weight as it
+        # is.
         rows = jnp.pad(rows, ((0, 1), (0, 0)))
     if isinstance(w, Int8):
         y = lax.platform_dependent(rows, w.values, cpu=int8_product, default=upcast_product)
@@ -174,10 +171,11 @@ def linear(x: Array, w: Matrix, out_dtype: DTypeLike | None = None) -> Array:
 
 
 def product(x: Array, w: Array, contract: int = 1, sum_dtype: DTypeLike = jnp.float32) -> Array:
-    """x [rows, in] times a matrix whose axis `contract` is `in`: [rows, out] in `sum_dtype`."""
+    """x [rows, in] times a matrix, whose axis `contract` is summed over: [rows, out] in
+    `sum_dtype`."""
 
     def multiply(x: Array, w: Array) -> Array:
-        # float32 means float32: without HIGHEST a TPU multiplies in bfloat16 and a GPU in tf32.
+        # Without HIGHEST, a TPU would multiply float32 in bfloat16 and a GPU in tf32.
         precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         axes = (((1,), (contract,)), ((), ()))
         return lax.dot_general(x, w, axes, precision=precision, preferred_element_type=sum_dtype)
@@ -192,8 +190,8 @@ def product(x: Array, w: Array, contract: int = 1, sum_dtype: DTypeLike = jnp.fl
 
 @cache
 def has_matrix_unit() -> bool:
-    """Whether this CPU is taken to multiply many rows of bfloat16 faster than of float32: each one
-    but an x86 of which Linux says that it has no AMX."""
+    """Whether this CPU is assumed to multiply many rows faster in bfloat16 than in float32. It is
+    assumed of all CPUs except those of which Linux says that they have AVX and no AMX."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -202,7 +200,7 @@ def has_matrix_unit() -> bool:
 
 
 def upcast_product(x: Array, values: Array) -> Array:
-    # The cast is fused into the product: memory holds no wide copy of the weight.
+    # XLA fuses the cast into the product, so no wide copy of the weight is in memory.
     return product(x, values.astype(x.dtype))
 
 
@@ -212,20 +210,23 @@ def int8_product(x: Array, values: Array) -> Array:
 
 
 def dense(w: Matrix, dtype: DTypeLike) -> Array:
-    """A plain matrix as it is; one in 8-bit floats as a plain one of `dtype`."""
+    """A plain matrix as it is, and one in 8-bit floats as a plain matrix of `dtype`."""
     if isinstance(w, Fp8):
         return dequantize_fp8(w).astype(dtype)
     if not isinstance(w, Array):
-        raise ValueError(f"{type(w).__name__} takes part in no product but ragged_dot")
+        raise ValueError(f"only ragged_dot takes a matrix stored as {type(w).__name__}")
     return w
 
 
 def headwise(x: Array, w: Matrix, rows: slice, transpose: bool = False) -> Array:
-    """Each head's vector x [B, T, N, I] times the transpose of `rows` of that head's own matrix:
-    [B, T, N, O] in x's dtype, summed in float32. w holds one head's matrix after the other, plain,
-    Int8 or Fp8: [N * heights, I].
+    """Multiplies each head's vector by some rows of that head's own matrix, summed in float32.
 
-    With `transpose`, x [B, T, N, O] times these rows themselves: [B, T, N, I].
+    Args:
+      x: [B, T, N, I]; with `transpose` [B, T, N, O], where O is the number of rows.
+      w: the matrices of all heads, one after the other, plain, Int8 or Fp8: [N * height, I].
+      rows: which rows of each head's matrix.
+
+    Returns [B, T, N, O], or with `transpose` [B, T, N, I], in x's dtype.
     """
     equation = "btno,noi->btni" if transpose else "btni,noi->btno"
 
@@ -235,14 +236,15 @@ def headwise(x: Array, w: Matrix, rows: slice, transpose: bool = False) -> Array
     if not isinstance(w, Int8):
         return product_of_heads(equation, x, of_heads(dense(w, x.dtype))).astype(x.dtype)
     values, scale_NO = of_heads(w.values).astype(x.dtype), of_heads(w.scale[0])
-    if transpose:  # the scale belongs to the axis that is summed over
+    if transpose:  # the scales belong to the axis that is summed over
         x = (x * scale_NO).astype(x.dtype)
         return product_of_heads(equation, x, values).astype(x.dtype)
     return (product_of_heads(equation, x, values) * scale_NO).astype(x.dtype)
 
 
 def product_of_heads(equation: str, x: Array, w_NOI: Array) -> Array:
-    """Summed in float32, and on CPU multiplied in it: its batches of products know no bfloat16."""
+    """Sums in float32. On CPU it also multiplies in float32, because XLA's batched products there
+    do not take bfloat16."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dot = partial(jnp.einsum, equation, precision=precision, preferred_element_type=jnp.float32)
 
@@ -253,8 +255,8 @@ def product_of_heads(equation: str, x: Array, w_NOI: Array) -> Array:
 
 
 def embed_rows(table_VD: Matrix, ids: Array, dtype: DTypeLike) -> Array:
-    """Rows `ids` [...] of an embedding table [V, D]: [..., D] in `dtype`; zeros for an id outside
-    [0, V), which another device owns."""
+    """Rows `ids` [...] of an embedding table [V, D]: [..., D] in `dtype`. An id outside [0, V),
+    which another device holds, gives zeros."""
     own = (ids >= 0) & (ids < out_features(table_VD))
     ids = jnp.where(own, ids, 0)
     if isinstance(table_VD, Int8):
@@ -267,7 +269,7 @@ def embed_rows(table_VD: Matrix, ids: Array, dtype: DTypeLike) -> Array:
 
 
 def out_features(w: Matrix) -> int:
-    """`out` of a matrix [out, in]."""
+    """The number of rows of a matrix [out, in]."""
     if isinstance(w, Transposed):
         return w.values.shape[1]
     return (w if isinstance(w, Array) else w.values).shape[0]
@@ -276,9 +278,9 @@ def out_features(w: Matrix) -> int:
 def dequantize_fp8(w: Fp8) -> Array:
     """The float32 matrices [.., out, in]."""
     *lead, rows, columns = w.values.shape
-    # Scales are repeated along columns alone, and blocks of rows get an axis of their own: so a TPU
-    # multiplies as it reads. Repeated along both they would be an array in memory, four times the
-    # size of the matrix.
+    # Scales are repeated along columns alone, and blocks of rows get an axis of their own, so a TPU
+    # multiplies while it reads. If they were repeated along both, they would become an array in
+    # memory of four times the size of the matrix.
     scale = w.scale.repeat(FP8_BLOCK, -1)[..., :columns]
     values = jnp.pad(w.values, (*[(0, 0)] * len(lead), (0, -rows % FP8_BLOCK), (0, 0)))
     blocks = values.reshape(*lead, -1, FP8_BLOCK, columns).astype(jnp.float32)
@@ -295,7 +297,7 @@ def dequantize_mxfp4(w: Mxfp4) -> Array:
 
 def e2m1(code: Array) -> Array:
     """float32 of 4-bit floats, given as int32 in 0 .. 15."""
-    # The eight magnitudes 0, 1/2, 1, 3/2, 2, 3, 4 and 6 are half the hexadecimal digits of this.
+    # The eight magnitudes are 0, 1/2, 1, 3/2, 2, 3, 4 and 6: half of these hexadecimal digits.
     doubled = (jnp.uint32(0xC8643210) >> (4 * (code & 7)).astype(jnp.uint32)) & 15
     return jnp.where(code < 8, 0.5, -0.5) * doubled.astype(jnp.int32).astype(jnp.float32)
 

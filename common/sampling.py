@@ -1,9 +1,9 @@
-"""Sampling the next token from logits whose vocabulary is split across devices.
+"""Samples the next token from logits whose vocabulary is split over devices.
 
-All of `sample` runs inside `shard_map`: V is the slice of the vocabulary that one device holds, B
-its slots. Nothing of size V is gathered or sorted. Filters are thresholds on the logits, searched
-for over the bits of float32, and the draw descends from device to block to token; both cost a few
-numbers per slot between devices.
+`sample` runs inside `shard_map`: V is the part of the vocabulary that one device holds, and B are
+its slots. Nothing of size V is gathered or sorted. A filter (top-k, top-p) is a threshold on the
+logits, which is found bit by bit. The draw finds the device, then the block of tokens, then the
+token. Both exchange a few numbers a slot.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,19 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-INVALID = -1  # in place of a token, where the logits are no numbers
-BLOCK = 256  # tokens per step of the draw; near sqrt(V), so that both of its prefix sums are short
+INVALID = -1  # instead of a token, if the logits are not finite numbers
+BLOCK = 256  # tokens; near sqrt(V), so that the prefix sums over blocks and in a block are short
 SIGN = np.uint32(1 << 31)
 
 
 class Sampling(NamedTuple):
-    """What each slot asks for; filters apply in this order, as in Hugging Face transformers."""
+    """What each slot asks for. The filters apply in this order, as in Hugging Face transformers."""
 
-    temperature_B: Array  # f32, 0 is greedy
-    top_k_B: Array  # i32, keeps the k largest logits; 0 is off
-    top_p_B: Array  # f32, keeps the fewest largest that hold this share of what is left; 1 is off
-    min_p_B: Array  # f32, keeps those at least this likely relative to the likeliest; 0 is off
-    seed_B: Array  # u32
+    temperature_B: Array  # float32; 0 is greedy
+    top_k_B: Array  # int32; keeps the k largest logits; 0 is off
+    top_p_B: (
+        Array  # float32; keeps the fewest tokens that hold this share of what is left; 1 is off
+    )
+    min_p_B: Array  # float32; keeps tokens with this share of the likeliest's probability; 0 is off
+    seed_B: Array  # uint32
 
 
 def sampling_params(
@@ -96,22 +98,22 @@ def sample(
     vocab_size: int,
     axes: tuple[str, ...],
 ) -> Array:
-    """Token ids [B] int32, equal on all devices of `axes`, over which f32 logits are split in V.
+    """Samples a token for each slot: int32 ids [B], equal on all devices of `axes`, over which the
+    vocabulary of the float32 logits is split.
 
     A token depends on its slot's logits, parameters and position alone. Ids >= vocab_size are
-    padding and never sampled. A slot with NaN or +inf among its logits, or with nothing but -inf,
-    gets INVALID.
-    """
+    padding, and are never sampled. If a slot's logits hold NaN or +inf, or nothing but -inf, it
+    gets INVALID."""
     V = logits_BV.shape[1]
     ids = V * lax.axis_size(axes)
     if not 0 < vocab_size <= ids:
         raise ValueError(f"vocab_size {vocab_size} is not in [1, {ids}], the ids that have logits")
     device = lax.axis_index(axes)
     id_V = device * V + jnp.arange(V)
-    x_BV = jnp.where(jnp.isnan(logits_BV), jnp.inf, logits_BV)  # no maximum need keep a NaN
+    x_BV = jnp.where(jnp.isnan(logits_BV), jnp.inf, logits_BV)  # a maximum may lose a NaN
     x_BV = jnp.where(id_V < vocab_size, x_BV, -jnp.inf)
     max_B = lax.pmax(x_BV.max(1), axes)  # one per device -> replicated, here and below
-    # The lowest id that holds the maximum; argmax is several times slower on CPU.
+    # The lowest id that has the largest logit. (argmax is several times slower on CPU.)
     greedy_B = lax.pmin(jnp.where(x_BV == max_B[:, None], id_V, ids).min(1), axes)
 
     def draw() -> Array:
@@ -127,29 +129,31 @@ def sample(
         drawn_B = lax.psum(jnp.where(device == owner_B, id_B, 0), axes)
         return jnp.where(sampling.temperature_B > 0, drawn_B, greedy_B)
 
-    # All devices of `axes` see the same predicate, here and below, so a branch may communicate.
+    # All devices of `axes` take the same branch, here and below, so a branch may communicate.
     token_B = lax.cond(jnp.any(sampling.temperature_B > 0), draw, lambda: greedy_B)
     return jnp.where(jnp.isfinite(max_B), token_B, INVALID)
 
 
 def kept_mass(x_BV: Array, max_B: Array, sampling: Sampling, axes: tuple[str, ...]) -> Array:
-    """Probabilities [B, V] relative to the likeliest token's, 0 where a filter drops the token.
+    """Probabilities [B, V] relative to that of the likeliest token; 0 for tokens that a filter
+    drops.
 
-    Ties at a threshold are all kept. Thresholds are on the logits, since dividing by a temperature
-    changes no order but can round distinct logits together.
+    Tokens that tie at a threshold are all kept. The threshold is on the logits: dividing by the
+    temperature keeps their order, but may round different logits to one number.
     """
     hot_B = sampling.temperature_B > 0
     p_BV = jnp.exp((x_BV - max_B[:, None]) / jnp.where(hot_B, sampling.temperature_B, 1)[:, None])
 
     def keep(on_B: Array, weight_BV: Array | float, target: Callable[[], Array]) -> Array:
         def search() -> Array:
-            # Off asks for infinite weight, so keeps all, exactly as when no slot needs a search.
+            # A filter that is off asks for infinite weight, so it keeps all tokens, as if no slot
+            # needed a search.
             return _threshold(x_BV, max_B, weight_BV, jnp.where(on_B, target(), jnp.inf), axes)
 
         t_B = lax.cond(jnp.any(on_B & hot_B), search, lambda: jnp.full_like(max_B, -jnp.inf))
         return jnp.where(x_BV >= t_B[:, None], p_BV, 0)
 
-    # Counting in float32 is exact for vocabularies of up to 2**24.
+    # float32 counts exactly up to 2**24, which no vocabulary exceeds.
     p_BV = keep(sampling.top_k_B > 0, 1.0, lambda: sampling.top_k_B.astype(jnp.float32))
     p_BV = keep(sampling.top_p_B < 1, p_BV, lambda: sampling.top_p_B * lax.psum(p_BV.sum(1), axes))
     return jnp.where(p_BV >= sampling.min_p_B[:, None], p_BV, 0)
@@ -158,15 +162,16 @@ def kept_mass(x_BV: Array, max_B: Array, sampling: Sampling, axes: tuple[str, ..
 def _threshold(
     x_BV: Array, max_B: Array, weight_BV: Array | float, target_B: Array, axes: tuple[str, ...]
 ) -> Array:
-    """Largest t_B <= max_B for which the weight of all x >= t reaches target_B; -inf if none does.
+    """The largest t_B <= max_B for which the weight of all x >= t reaches target_B; -inf if none
+    does.
 
-    Floats are ordered as their `_image` in uint32, whose bits are found from the top, two a round:
-    three candidates at a time halve the rounds, whose latency is the cost on many devices.
-    """
+    `_image` maps floats to uint32 in the same order. The search finds the bits of the image from
+    the top, two in a round, by trying three candidates at a time. That halves the rounds, and on
+    many devices the latency of a round is the cost."""
     lowest_B, highest_B = _image(jnp.full_like(max_B, -jnp.inf)), _image(max_B)
 
     def value(image_B: Array) -> Array:
-        image_B = jnp.clip(image_B, lowest_B, highest_B)  # beyond the infinities lie NaNs
+        image_B = jnp.clip(image_B, lowest_B, highest_B)  # outside lie images of NaN
         bits_B = jnp.where(image_B >= SIGN, image_B ^ SIGN, ~image_B)
         return lax.bitcast_convert_type(bits_B, jnp.float32)
 
@@ -181,23 +186,25 @@ def _threshold(
 
 
 def _image(x: Array) -> Array:
-    """The uint32 that stands among uint32s where float32 x stands among floats."""
+    """Maps float32 to uint32 so that the order of the numbers is kept."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >= SIGN, ~bits, bits ^ SIGN)
 
 
 def _uniform(seed: Array, position: Array) -> Array:
-    """One float32 inside (0, 1), from seed and position alone."""
+    """One float32 in (0, 1), from the seed and the position alone."""
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
-    # Centres of 2**23 cells, not their lower ends: 0 draws the first token, however improbable.
+    # Centres of 2**23 cells. Their lower ends include 0, which would draw the first token, however
+    # improbable it is.
     return jax.random.uniform(key) + 2.0**-24
 
 
 def _descend(mass_BX: Array, rest_B: Array) -> tuple[Array, Array]:
-    """The bin [B] that rest_B falls in when masses are laid end to end, and rest_B inside it.
+    """Lays the masses of the bins end to end; returns the bin [B] in which rest_B falls, and how
+    far inside it.
 
-    However sums round (parallel prefix sums need not be monotone), an empty bin is never hit, and
-    what runs past the end hits the last bin with mass.
+    Sums round, and parallel prefix sums need not be monotone. Still, an empty bin is never hit, and
+    a rest_B past the end hits the last bin that has mass.
     """
     end_BX = jnp.where(mass_BX > 0, jnp.cumsum(mass_BX, 1), 0)
     rest_B = jnp.minimum(rest_B, jnp.nextafter(end_BX.max(1), jnp.zeros_like(rest_B)))

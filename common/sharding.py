@@ -1,8 +1,8 @@
-"""The mesh and how dimensions that do not divide are laid out on it.
+"""The mesh, and how heads and widths that do not divide are laid out on it.
 
-Every model uses one mesh with three axes. `data` splits the slots. Dense layers, heads and the
-vocabulary are split over `MODEL = ("expert", "tensor")` together; mixture-of-experts layers split
-their experts over `expert` and each expert's inner width over `tensor`.
+Every model uses one mesh of three axes. Slots are split over `data`. Dense layers, heads and the
+vocabulary are split over MODEL, the axes `expert` and `tensor` together. Experts are split over
+`expert`, and the inner width of each over `tensor`.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,13 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 DATA, EXPERT, TENSOR = "data", "expert", "tensor"
 MODEL = (EXPERT, TENSOR)
-P: Any = PartitionSpec  # stands in trees whose type says that an array stands there
+P: Any = PartitionSpec  # as Any, because specs take the place of arrays in typed trees
 
 
 def make_mesh(
     data: int = 1, expert: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """A mesh over the first data * expert * tensor devices; raises ValueError when there are
-    fewer."""
+    """A mesh over the first data * expert * tensor devices. ValueError if there are fewer."""
     devices = jax.devices() if devices is None else devices
     need = data * expert * tensor
     if min(data, expert, tensor) < 1:
@@ -38,7 +37,7 @@ def make_mesh(
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """{"tensor": 8} of "tensor=8"; ValueError names what is wrong."""
+    """ "tensor=8" as {"tensor": 8}. ValueError names what is wrong."""
     axes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
@@ -60,14 +59,14 @@ def axes_of(mesh: Mesh) -> str:
 
 
 class Shards(NamedTuple):
-    """Into how many parts the model axes of a mesh split a model."""
+    """The sizes of the two mesh axes that split a model."""
 
     expert: int = 1
     tensor: int = 1
 
     @property
     def model(self) -> int:
-        """The parts of a dense layer."""
+        """Into how many parts a dense layer is split."""
         return self.expert * self.tensor
 
 
@@ -83,19 +82,19 @@ def round_up(n: int, multiple: int) -> int:
 
 
 class Heads(NamedTuple):
-    """The heads in the order the devices hold them: published head numbers, -1 for a head of
-    zeros."""
+    """The published numbers of the heads, in the order in which the devices hold them. -1 is a head
+    of zeros."""
 
     query: tuple[int, ...]
     kv: tuple[int, ...]
 
 
 def split_heads(num_heads: int, num_kv_heads: int, shards: int) -> Heads:
-    """Lays grouped-query heads out so that every shard holds whole groups, all of one size.
+    """Lays out grouped-query heads so that every shard holds whole groups of one size.
 
-    With fewer key/value heads than shards each is repeated on several of them, and its query heads
-    are shared out. What still does not divide is filled with heads of zeros, whose output the
-    (zero) columns of the output projection drop.
+    If there are fewer key/value heads than shards, each is repeated on several shards, which share
+    its query heads. If the heads still do not divide, heads of zeros are added. The output
+    projection has columns of zeros for them, so they add nothing.
     """
     if num_heads % num_kv_heads:
         raise ValueError(
@@ -119,8 +118,9 @@ def split_heads(num_heads: int, num_kv_heads: int, shards: int) -> Heads:
 
 
 def split_fused(num_heads: int, shards: int, parts: int = 3) -> tuple[int, ...]:
-    """The order of the heads of one matrix that holds all queries, then all keys, then all values:
-    every device has its queries, then its keys, then its values. -1 for a head of zeros."""
+    """The order of the heads of one matrix that is published as all queries, then all keys, then
+    all values. Every device gets its own queries, then its keys, then its values. -1 is a head of
+    zeros."""
     order = split_heads(num_heads, num_heads, shards).query
     size = len(order) // shards
     devices = (order[i : i + size] for i in range(0, len(order), size))

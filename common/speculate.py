@@ -1,10 +1,9 @@
-"""Speculative decoding: tokens that something cheap has drafted are verified by one step of the
-model, which keeps those that it would have produced itself.
+"""Speculative decoding: something cheap drafts tokens, and one step of the model verifies them and
+keeps those that it would have produced itself.
 
-Leviathan et al., arXiv 2211.17192. Here a token depends on its slot's logits, its parameters and
-its position alone (`sample`), so a draft is kept if it is the very token that the model draws: the
-text is the same with drafts and without, greedy or not, whatever the source of the drafts.
-"""
+Leviathan et al., arXiv 2211.17192. Here a token depends on its slot's logits, parameters and
+position alone (`sample`), so a draft is kept only if the model draws the same token. The text is
+the same with drafts and without them, greedy or sampled, wherever the drafts come from."""
 
 from functools import partial
 from types import ModuleType
@@ -29,15 +28,15 @@ def verify(
     length_B: Array,
     vocab_size: int,
 ) -> tuple[Array, Array]:
-    """What the model produces after each of T = K + 1 tokens, the newest one of a slot and its K
-    drafts; inside `shard_map`.
+    """Verifies the K drafts of each slot. Called inside `shard_map`.
 
     Args:
-      logits_BTV: float32, of the device's part of the vocabulary.
-      length_B: tokens of the slot before these T.
+      logits_BTV: float32, of T = K + 1 tokens, which are the slot's newest token and its drafts; of
+        the device's part of the vocabulary.
+      length_B: the length of the slot before these T tokens.
 
-    Returns the tokens [B, T], and how many of them hold [B]: those up to the first that is not the
-    draft in its place, which itself is one that the model has produced.
+    Returns the T tokens [B, T] that the model produces after each of them, and how many of these
+    count [B]: all up to and including the first that differs from the draft for its position.
     """
     T = logits_BTV.shape[1]
     tokens_BT = jnp.stack(
@@ -61,12 +60,11 @@ def generate(
     mesh: Mesh,
     implementation: str = AUTO,
 ) -> tuple[Any, Array, Array]:
-    """`model.generate` for slots of which the K tokens after the newest are drafted.
+    """`model.generate` with K drafted tokens for each slot.
 
-    Returns the state, in which the newest token is the last that holds, and what `verify` returns:
-    the new tokens [B, K + 1], and how many of them hold [B], 0 in an empty slot. `state` is
-    donated. Tokens that would lie past the capacity are not cached, so what follows them is wrong:
-    the caller must not take tokens beyond it.
+    Returns the state, and what `verify` returns: the new tokens [B, K + 1], and how many of them
+    count [B], 0 in an empty slot. `state` is donated. Tokens past the capacity are not cached, so
+    the tokens after them are wrong: the caller must not take tokens beyond the capacity.
     """
 
     def run(weights: Any, state: Any, draft_BK: Array) -> tuple[Any, Array, Array]:

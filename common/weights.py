@@ -1,8 +1,8 @@
 """What a model file declares of its weights, and the trees that follow from it.
 
-A model file builds its `Weights` of declarations, one for each weight: shape, partition, and
-whether it is a matrix that a chosen storage applies to. Everything else that needs to know uses
-that one tree: the loader, `shard_map`, the dry run, random weights.
+`weight_layout` of a model file returns a `Weights` of declarations. Each says the shape and the
+partition of one weight, and which products use it, so that a chosen storage can be applied. The
+loader, `shard_map`, the dry run and random weights all use this one tree.
 """
 
 import math
@@ -17,48 +17,48 @@ from common.sharding import EXPERT, TENSOR, P, Shards
 
 
 class Weight(NamedTuple):
-    """One weight, as a model file declares it."""
+    """The declaration of one weight."""
 
-    shape: Shape  # of a matrix [out, in], however it is stored
+    shape: Shape  # of a matrix [out, in], in whatever form it is stored
     spec: PartitionSpec
     kind: Literal["array", "matrix", "headwise", "stack"]
-    published: type | None = None  # the storage in which a checkpoint holds it: Fp8, Mxfp4, ...
-    dtype: DTypeLike | None = None  # its own, whatever the dtype of the model
-    initial: float | None = None  # every number of a new one; None for random numbers
+    published: type | None = None  # the form in which a checkpoint holds it: Fp8, Mxfp4, ...
+    dtype: DTypeLike | None = None  # None: the dtype of the model
+    initial: float | None = None  # fills a new weight; None: random numbers
 
 
-# These return Any because a declaration stands in the tree where the weight will stand.
+# These return Any because a declaration takes the place of a weight in the tree.
 
 
 def norm(width: int, spec: PartitionSpec | None = None, initial: float = 1.0) -> Any:
-    """The weights of a norm, whole on every device unless `spec` says otherwise; `initial` is what
+    """The weights of a norm, replicated unless `spec` says otherwise. `initial` is the weight that
     changes nothing."""
     return Weight((width,), P() if spec is None else spec, "array", initial=initial)
 
 
 def bias(shape: Shape, spec: PartitionSpec | None = None, dtype: DTypeLike | None = None) -> Any:
-    """A bias, or another array that is zeros in a new model."""
+    """A bias, or another array that starts as zeros in a new model."""
     return Weight(shape, P() if spec is None else spec, "array", dtype=dtype, initial=0.0)
 
 
 def array(shape: Shape, spec: PartitionSpec | None = None, dtype: DTypeLike | None = None) -> Any:
-    """An array that no storage applies to, such as a router."""
+    """An array that is never quantised, such as a router."""
     return Weight(shape, P() if spec is None else spec, "array", dtype=dtype)
 
 
 def matrix(shape: Shape, spec: PartitionSpec, published: type | None = None) -> Any:
-    """A matrix [out, in]: `linear` or `embed_rows` takes it in any storage."""
+    """A matrix [out, in] for `linear` or `embed_rows`."""
     return Weight(shape, spec, "matrix", published)
 
 
 def headwise_matrix(shape: Shape, spec: PartitionSpec, published: type | None = None) -> Any:
-    """The matrices of all heads, one after the other [N * out, in]: `headwise` takes them, and
-    `linear` takes them as one."""
+    """The matrices of all heads, one after the other, [N * out, in]: for `headwise`, or as one
+    matrix for `linear`."""
     return Weight(shape, spec, "headwise", published)
 
 
 def stack(shape: Shape, spec: PartitionSpec, published: type | None = None) -> Any:
-    """The matrices [E, out, in] of all experts, which `ragged_dot` takes."""
+    """The matrices [E, out, in] of all experts, for `ragged_dot`."""
     return Weight(shape, spec, "stack", published)
 
 
@@ -67,8 +67,8 @@ def is_weight(x: Any) -> bool:
 
 
 def takes(weight: Weight, storage: Storage | None) -> bool:
-    """Whether a weight is kept in the storage that the user chose. What is published in 4 bits
-    stays as it is, and so does fp8 but for int8."""
+    """Whether a weight is kept in the storage that the user chose. Weights that are published in 4
+    bits stay as they are; weights published in fp8 are replaced by int8 alone."""
     if storage is None:
         return False
     stays = weight.published in (Fp8, Mxfp4) and weight.published not in storage.requantizes
@@ -76,8 +76,8 @@ def takes(weight: Weight, storage: Storage | None) -> bool:
 
 
 def published_arrays(weight: Weight) -> Any:
-    """The arrays in which a checkpoint holds a weight, each declared as a plain one: the weight
-    itself, or the fields of its storage."""
+    """The arrays in which a checkpoint holds a weight, each declared as a plain array: the weight
+    itself, or the fields of its published form."""
     if weight.published is None:
         return weight
     shapes, specs = SHAPES[weight.published](weight.shape), SPECS[weight.published](weight.spec)
@@ -94,7 +94,8 @@ def by_path(tree: Any) -> dict[str, Weight]:
 
 
 def specs_like(weights: Any, layout: Any) -> Any:
-    """The partition specs of `weights`, however they are stored, from their declarations."""
+    """The partition specs of `weights`, in whatever form they are stored, from their
+    declarations."""
 
     def specs(weight: Weight, stored: Any) -> Any:
         return SPECS[type(stored)](weight.spec) if type(stored) in SPECS else weight.spec
@@ -110,8 +111,8 @@ BLOCKS: dict[type | None, tuple[int, int]] = {
 
 
 def check_divides(layout: Any, shards: Shards) -> None:
-    """ValueError if a mesh cannot split a weight into equal parts; of a weight in fp8 or 4 bits,
-    into parts that are whole blocks."""
+    """ValueError if a mesh cannot split a weight into equal parts. The parts of a weight in fp8 or
+    4 bits must be whole blocks."""
     parts = {EXPERT: shards.expert, TENSOR: shards.tensor}
     for path, weight in by_path(layout).items():
         rows, columns = BLOCKS.get(weight.published, (1, 1))

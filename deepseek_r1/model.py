@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1 in one file: llama3 with attention that caches one latent vector a token
+"""DeepSeek V3, R1 and V2 in one file: llama3 with attention that caches one latent vector a token
 instead of keys and values, and with MLPs of 256 experts, of which each token uses 8.
 
 DeepSeek-V3 Technical Report, arXiv 2412.19437. What differs from llama3, per token and head n:
@@ -6,32 +6,32 @@ DeepSeek-V3 Technical Report, arXiv 2412.19437. What differs from llama3, per to
     q_nope, q_rope = wq[n] norm(wq_a x)            q_rope is rotated
     latent, k_rope = wkv_a x                       cached, C + R numbers for all heads together: the
                                                    latent is normed, k_rope is rotated
-    k_nope, v = wkv[n] latent                      the head's own keys and values
+    k_nope, v = wk[n] latent, wv[n] latent         the head's own keys and values; wkv holds wk, wv
     q . k = q_nope . k_nope + q_rope . k_rope
           = (wk[n]^T q_nope) . latent + q_rope . k_rope        so decoding need not make keys
-    x += shared(h) + sum over the X experts e of a token of p[e] * expert[e](h)
-                                                   h = norm(x); s = sigmoid(router(h)); choose the X
+    x += shared(h) + sum_e p[e] * expert[e](h)     h = norm(x); s = sigmoid(router(h)); e are the X
                                                    experts with the largest s + bias within the best
                                                    groups; p is their s, normalised and scaled
-    rope rotates neighbours; YaRN scales q . k too; matrices published in fp8 stay in fp8
+    rope rotates neighbours, elements 2 i and 2 i + 1; YaRN also scales q . k; fp8 stays fp8
 
 Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
 heads, Q and C ranks of queries and latents, U unrotated and R rotated numbers of a query or key (H
 = U + R), J numbers of a value, W = C + R rounded up to a multiple of 128, F MLP width, E experts, X
-experts of a token, G groups of experts, V vocabulary, L layers. Below, and in code inside
-`shard_map`, B, N, F, E and V are the parts that one device holds, and S in a cache; but the router
-scores all experts.
+experts of a token, G groups of experts, V vocabulary, L layers. Inside `shard_map`, and in this
+docstring from here on, B, N, F, E and V are one device's part, and so is S of a cache. For the
+router E is all experts.
 
-Slots are split over the mesh axis `data`. Heads, dense and shared MLPs and vocabulary are split
-over MODEL, the axes `expert` and `tensor` together; experts over `expert`, and each expert's F over
-`tensor`. The positions of a cache are split over `tensor`. wq_a and wkv_a are replicated. In one
-step every device takes part in 2 L + 3 collectives over MODEL, and in up to 35 more if some slot
-samples (its temperature is above 0):
+Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and shared MLPs are split
+over MODEL, the axes `expert` and `tensor` together. Experts are split over `expert`, and the F of
+each over `tensor`. The positions of a cache are split over `tensor`. wq_a and wkv_a are replicated.
+In one step every device takes part in 2 L + 3 collectives over MODEL, and in up to 35 more if a
+slot samples (its temperature is above 0). All but those on [B, T, D] happen in `sample`:
 
-    all-reduce [B, T, D]   2 L + 1, in the model's dtype: after the embedding, attention and MLP
-    all-reduce [B]         2, of 4 bytes a slot: the largest logit, and the lowest id that has it
-    all-reduce [3, B]      16 for top-k and 16 for top-p, float32: the search for a threshold
-    [B]                    3, of 4 bytes a slot: top-p's total, each device's share, the drawn id
+    all-reduce [B, T, D]   2 L + 1 times, in the model's dtype: after embedding, attention and MLP
+    all-reduce [B]         2 times, of 4 bytes a slot: the largest logit, the lowest id that has it
+    all-reduce [3, B]      16 times for top-k and 16 for top-p, float32: the search for a threshold
+    all-reduce [B]         2 times, of 4 bytes a slot: the total that top-p refers to, the drawn id
+    all-gather [B]         once, float32: the total probability of the ids of each device
 
 If `tensor` has t > 1 devices, each layer adds collectives over `tensor`. For up to FEW_QUERIES (8)
 tokens a slot these are, in `attend_latent`,
@@ -40,10 +40,11 @@ tokens a slot these are, in `attend_latent`,
     all-gather [t, B, T, N t]        log-sum-exps, float32
     reduce-scatter [B, T, N, C]      the merged results, in the model's dtype
 
-and for more tokens, in `latent_rows`, an all-gather of the cache, [B, S t, W] in its dtype.
+and for more tokens, in `latent_rows`, an all-gather of the cache, [B, S t, W] in its dtype (if
+that is int8, also of the scales, [B, S t]).
 
-`forward` loops over a tuple of layers. `lax.scan` over stacked layers would copy each layer's
-weights: always on CPU, and on TPU for a kernel. `block` is traced once for each kind of layer.
+`forward` loops over a tuple of layers. With `lax.scan` XLA would copy the weights of each layer:
+always on CPU, and on TPU if a Pallas kernel reads them. `block` is traced once per kind of layer.
 """
 
 import math
@@ -144,7 +145,7 @@ class Moe(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array or, as the loader made it, an int8 or fp8 form: `linear` takes any."""
+    """A Matrix is an array, or an int8 or fp8 form that the loader made. `linear` takes all."""
 
     attn_norm: Array  # [D]
     wq_a: Matrix | None  # [Q, D]
@@ -167,9 +168,9 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0 and clears nothing: no one reads a cache at or past the length."""
+    slot's length to 0 and clears nothing: no token depends on what lies at or past a length."""
 
-    cache: tuple[RowCache, ...]  # of each layer: latent, rotated key, zeros: [B, 1, S, W]
+    cache: tuple[RowCache, ...]  # a layer each, rows of latent, rotated key, zeros: [B, 1, S, W]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
     sampling: Sampling  # arrays of [B]
@@ -185,7 +186,7 @@ class Step(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries of own heads."""
+    """The queries of the device's own heads."""
 
     nope: Array  # [B, T, N, U]
     rope: Array  # [B, T, N, R], rotated
@@ -215,7 +216,7 @@ def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndar
     low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, R - 1)  # the published code has R here, not R / 2
+    low, high = max(low, 0), min(high, R - 1)  # R and not R / 2, as in the published code
     width = high - low if high != low else 0.001  # never 0 / 0
     ramp = np.clip((np.arange(R // 2) - low) / width, 0, 1)
     return (frequency * (1 - ramp) + frequency / yarn.factor * ramp).astype(np.float32)
@@ -232,7 +233,7 @@ def rope_frequencies(config: Config) -> np.ndarray:
 
 
 def magnitude(factor: float, mscale: float) -> float:
-    """How much YaRN raises scores for a context that is stretched by `factor`; 1 if it is not."""
+    """By how much YaRN stretches queries and keys if the context is stretched by `factor`."""
     return 0.1 * mscale * math.log(factor) + 1
 
 
@@ -248,7 +249,7 @@ def attention_factor(yarn: Yarn | None) -> float:
 
 
 def softmax_scale(config: Config) -> float:
-    """Multiplies q . k, the unrotated part too. YaRN's second factor is in it, squared."""
+    """The factor of q . k, rotated and unrotated part together: H**-0.5, and YaRN's square."""
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     yarn = config.rope_scaling
     if yarn is None or not yarn.mscale_all_dim:
@@ -276,7 +277,7 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
     """Each device looks up the ids that it holds. Other ids give zeros."""
     local_BT = tokens_BT - lax.axis_index(MODEL) * out_features(table_VD)
     x_BTD = embed_rows(table_VD, local_BT, dtype)
-    return lax.psum(x_BTD, MODEL)  # partial: own ids -> replicated
+    return lax.psum(x_BTD, MODEL)  # partial sums over own ids -> replicated
 
 
 def queries(x: Array, layer: Layer, step: Step, config: Config) -> Queries:
@@ -299,8 +300,9 @@ def latents(x_BTD: Array, layer: Layer, step: Step, config: Config) -> Array:
 def attention(
     x_BTD: Array, layer: Layer, cache: RowCache, step: Step, config: Config
 ) -> tuple[Array, RowCache]:
-    """Appends T tokens to the cache; each attends to all positions up to its own. Returns the sum
-    over own heads [B, T, D], and the cache. For one slot `expanded` computes
+    """Appends T tokens to the cache; each attends to all positions up to its own. Returns the
+    output [B, T, D], summed over own heads, and the cache. For one slot `expanded` computes, in
+    float32,
 
         k_SNU, v_SNJ = (jnp.einsum("sc,nuc->snu", latent_SC, w) for w in (wk_NUC, wv_NJC))
         rope_NTS = jnp.einsum("tnr,sr->nts", q_rope_TNR, k_rope_SR)
@@ -316,11 +318,11 @@ def attention(
         o_TNC = jnp.einsum("nts,sc->tnc", p_NTS, latent_SC)
         o_TNJ = jnp.einsum("tnc,njc->tnj", o_TNC, wv_NJC)
 
-    Up to FEW_QUERIES (8) queries a slot use `absorbed`: reading the cache takes the time then. More
-    use `expanded`, whose products are shorter. Scores and softmax are float32: rounded to bfloat16,
-    a score near 50 is off by up to 0.125, and its probability by 13 %. A window or a chunk would be
-    a later first position: `starts` of `ragged_decode_attention`, `window` of `prefill_attention`.
-    """
+    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %. Up to
+    FEW_QUERIES (8) queries a slot use `absorbed`, because reading the cache then dominates. More
+    use `expanded`, where a score is a sum of U + R products and not of C + R. For a sliding window,
+    `prefill_attention` takes `window`; `attend_latent` would need an argument for the first
+    position."""
     B, T, _ = x_BTD.shape
     q = queries(x_BTD, layer, step, config)
     cache = append_latent(cache, latents(x_BTD, layer, step, config), step.end_B - T)
@@ -329,13 +331,17 @@ def attention(
 
 
 def absorbed(q: Queries, layer: Layer, cache: RowCache, step: Step, config: Config) -> Array:
-    """wk is applied to the query, and wv to the result: [B, T, N, J]. A latent is the value, and
-    together with k_rope the key."""
-    U, options = config.qk_nope_head_dim, dict(v_dim=config.kv_lora_rank)
+    """Applies wk to the query and wv to the result: [B, T, N, J]. The latent of a position is its
+    value; the latent and k_rope are its key."""
+    U = config.qk_nope_head_dim
     q_BTNC = headwise(q.nope, layer.wkv, slice(U), transpose=True)
-    q_BTNW = jnp.concatenate([q_BTNC, q.rope], axis=-1)
     o_BTNC = attend_latent(
-        q_BTNW, cache, step.end_B, step.implementation, scale=softmax_scale(config), **options
+        jnp.concatenate([q_BTNC, q.rope], axis=-1),
+        cache,
+        step.end_B,
+        step.implementation,
+        v_dim=config.kv_lora_rank,
+        scale=softmax_scale(config),
     )
     return headwise(o_BTNC, layer.wkv, slice(U, None))
 
@@ -344,7 +350,7 @@ def expanded(q: Queries, layer: Layer, cache: RowCache, step: Step, config: Conf
     """The devices of `tensor` gather the cache; each then makes keys and values for its own heads.
     [B, T, N, J]."""
     C, U, R = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
-    rows_BSW = latent_rows(cache, q.nope.dtype)  # own positions -> all
+    rows_BSW = latent_rows(cache, q.nope.dtype)  # own positions -> all; S is all from here on
     B, S, _ = rows_BSW.shape
     kv = linear(rows_BSW[..., :C], layer.wkv).reshape(B, S, -1, U + config.v_head_dim)
     k_BNSU, v_BNSJ = jnp.split(kv.swapaxes(1, 2), [U], axis=-1)
@@ -360,14 +366,14 @@ def expanded(q: Queries, layer: Layer, cache: RowCache, step: Step, config: Conf
 
 
 def mlp(x_BTD: Array, w: Mlp) -> Array:
-    """Partial sums over own part of F."""
+    """Partial sums over own F."""
     h_BTF = jax.nn.silu(linear(x_BTD, w.w_gate)) * linear(x_BTD, w.w_up)
     return linear(h_BTF, w.w_down)
 
 
 def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
-    """The weights of each token's experts, and their numbers among all E: both [M, X]. In float32.
-    The bias takes part in the choice of experts, and not in their weights."""
+    """The weights of each token's experts, and their indices among all E: both [M, X]. Scores are
+    float32. The bias takes part in the choice of experts, and not in their weights."""
     logits_ME = linear(x_MD.astype(jnp.float32), w.router.astype(jnp.float32))
     if w.b_router is not None:
         s_ME = jax.nn.sigmoid(logits_ME)
@@ -383,10 +389,10 @@ def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
 
 
 def in_best_groups(choice_ME: Array, best: int, config: Config) -> Array:
-    """-inf for experts outside a token's topk_group best groups. The score of a group is the sum of
-    its `best` largest experts. -inf and not 0, which would win over experts with negative
-    biases."""
-    choice_MGE = choice_ME.reshape(len(choice_ME), config.n_group, -1)
+    """Replaces the scores of experts outside a token's topk_group best groups by -inf. (A 0 would
+    win over experts with negative biases.) The score of a group is the sum of its `best`
+    largest."""
+    choice_MGE = choice_ME.reshape(len(choice_ME), config.n_group, -1)  # [M, G, E / G]
     score_MG = lax.top_k(choice_MGE, best)[0].sum(axis=-1)
     group = lax.top_k(score_MG, config.topk_group)[1]  # [M, topk_group]
     is_best_MG = (group[..., None] == jnp.arange(config.n_group)).any(axis=1)
@@ -399,10 +405,10 @@ def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
 
 
 def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
-    """The weighted sum of each token's experts, and the shared MLP: partial sums over own experts
-    and own part of F. With expert(e, x) for the MLP of expert e, and y_MD = the shared MLP of x_MD
-    at first, it is
+    """The shared MLP, and the weighted sum of each token's experts: partial sums over own experts
+    and F. If expert(e, x) is the MLP of expert e, this is y_MD of
 
+        y_MD = mlp(x_MD, w.shared)
         for m in range(M):
             for p, e in zip(weight_MX[m], expert_MX[m]):
                 y_MD = y_MD.at[m].add(p * expert(e, x_MD[m]))
@@ -424,13 +430,11 @@ def block(
 ) -> tuple[Array, RowCache]:
     h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
     o_BTD, cache = attention(h_BTD, layer, cache, step, config)
-    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own heads -> replicated
+    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial sums over own heads -> replicated
     h_BTD = rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps)
-    if isinstance(layer.mlp, Moe):
-        o_BTD = moe(h_BTD, layer.mlp, step, config)
-    else:
-        o_BTD = mlp(h_BTD, layer.mlp)
-    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own experts, own part of F -> replicated
+    w = layer.mlp
+    o_BTD = moe(h_BTD, w, step, config) if isinstance(w, Moe) else mlp(h_BTD, w)
+    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial sums over own experts and F -> replicated
     return x_BTD, cache
 
 
@@ -443,12 +447,13 @@ def forward(
     implementation: str = AUTO,
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[RowCache, ...]]:
-    """Appends T tokens to each slot, the last of them at position end_B - 1.
+    """Appends T tokens to each slot, the last of them at position end_B - 1; none if end_B is 0.
 
-    Returns float32 logits of the device's part of the vocabulary, [B, T, V], or [B, V] of the token
-    at index last_B of each slot; and the cache. Differentiable with implementation="reference". For
-    a loss, set padded ids, whose logit is 0, to -inf. The log-sum-exp then needs a `pmax` and a
-    `psum` of exponentials over MODEL, and the target's logit needs a `psum`.
+    Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are [B,
+    T, V]; if last_B is given, [B, V] of the tokens at these indices. Differentiable with
+    implementation="reference". For a loss, set the logits of ids >= vocab_size, which are 0, to
+    -inf. The log-sum-exp takes a `pmax` (of `stop_gradient`) and a `psum` of exponentials over
+    MODEL, and the target's logit takes a `psum`.
     """
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
@@ -473,9 +478,9 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens to each slot, and samples the token after them.
 
-    A count of 0 leaves a slot as it is. The tokens past count_B are padding. They are computed too,
-    but their keys land past the slot's new length, where nothing reads them, or are dropped past
-    the capacity, which length + count must not exceed.
+    A count of 0 leaves a slot as it is, and length + count must not exceed the capacity. The tokens
+    past count_B are padding: they are computed too, but no later token depends on them, as their
+    keys land at or past the slot's new length. Keys past the capacity are dropped.
     """
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
@@ -488,23 +493,23 @@ def extend(
         token_B = jnp.where(count_B > 0, token_B, state.token_B)
         return DecodeState(cache, length_B, token_B, state.sampling)
 
-    in_specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
-    check = implementation in KERNEL_FREE  # shard_map cannot check what a Pallas kernel replicates
-    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
-    return run(weights, state, tokens_BT, count_B)
+    specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
+    check = implementation in KERNEL_FREE  # shard_map cannot check the results of a Pallas kernel
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=STATE_SPEC, check_vma=check)
+    return sharded(weights, state, tokens_BT, count_B)
 
 
 STATIC = ("config", "mesh", "implementation")
-# Reads prompts: `serve` reads 512 tokens a call, pads the rest to a power of two, and uses the last
-# call's `token_B`. There is a program for each T, number of slots and dtype. `state` is donated.
+# `serve` prefills a prompt 512 tokens at a time, and pads its last chunk to a power of two: each T
+# has its own program. The `token_B` after the last chunk is the first new one. `state` is donated.
 prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`, unless that is -1.
 
-    Slots are numbered within a data shard, and nothing moves from one shard to another. ValueError
-    unless both states have the same mesh, capacity and dtype of cache. Not for use inside jit.
+    slot_B[b] counts the slots of the data shard that holds slot b: nothing moves to another shard.
+    ValueError if the states differ in mesh, capacity or dtype of cache. Not for use inside jit.
     """
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -535,7 +540,7 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     v2 = hf.get("model_type") == "deepseek_v2"
     scoring = "softmax" if v2 else "sigmoid"
     # Refused: other router scores, another activation, biases, rotation of halves (i, i + R / 2),
-    # dense layers among those with experts, other ways to choose experts.
+    # dense layers among those with experts, other ways to choose experts; for V2, norm_topk_prob.
     accepted = dict(scoring_func=scoring, hidden_act=SILU, attention_bias=False, mlp_bias=False)
     accepted |= dict(rope_interleave=True, moe_layer_freq=1)
     fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0)
@@ -559,24 +564,21 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     )
 
 
-STATE_SPEC = DecodeState(
-    cache=P(DATA, None, TENSOR),  # every array of every layer: slots over data, positions
-    length_B=P(DATA),
-    token_B=P(DATA),
-    sampling=P(DATA),
-)
+# Slots are split over `data`, and the cache of each layer also over `tensor`, by positions.
+SLOTS = P(DATA)
+STATE_SPEC = DecodeState(cache=P(DATA, None, TENSOR), length_B=SLOTS, token_B=SLOTS, sampling=SLOTS)
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight, as published; but on a mesh every split dimension must
-    divide, so it is padded with zeros (fp8 to whole blocks, and whole heads; `sample` never draws a
-    padded id). The experts must divide."""
-    c, n, fp8, Hv = config, shards.model, Fp8 if config.fp8 else None, config.v_head_dim
+    """Shape and partition of every weight. Without `shards` the shapes are the published ones. On a
+    mesh, zeros pad each split dimension to equal parts (fp8: of whole blocks and heads), and the
+    experts must divide. `sample` draws no padded id."""
+    c, n, fp8, J = config, shards.model, Fp8 if config.fp8 else None, config.v_head_dim
     D, E, V = c.hidden_size, c.n_routed_experts, round_up(c.vocab_size, n)
-    Q, C, R, nope = c.q_lora_rank, c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim
+    Q, C, R, U = c.q_lora_rank, c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim
     N = len(split_heads(c.num_attention_heads, c.num_attention_heads, n).query)
-    while fp8 and n > 1 and any(N // n * x % FP8_BLOCK for x in (nope + R, nope + Hv, Hv)):
-        N += n  # heads of zeros, until each device's rows of wq, wkv and wo are whole blocks
+    while fp8 and n > 1 and any(N // n * x % FP8_BLOCK for x in (U + R, U + J, J)):
+        N += n  # heads of zeros, until each device's parts of wq, wkv and wo are whole blocks
     whole, out, into = P(None, None), P(MODEL, None), P(None, MODEL)  # split by output, or by input
 
     def width(F: int, parts: int) -> int:
@@ -604,11 +606,11 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
         attn_norm=norm(D),
         wq_a=matrix((Q, D), whole, fp8) if Q else None,
         q_norm=norm(Q) if Q else None,
-        wq=matrix((N * (nope + R), Q or D), out, fp8),
+        wq=matrix((N * (U + R), Q or D), out, fp8),
         wkv_a=matrix((C + R, D), whole, fp8),
         kv_norm=norm(C),
-        wkv=headwise_matrix((N * (nope + Hv), C), out, fp8),
-        wo=matrix((D, N * Hv), into, fp8),
+        wkv=headwise_matrix((N * (U + J), C), out, fp8),
+        wo=matrix((D, N * J), into, fp8),
         mlp_norm=norm(D),
         mlp=moe,
     )
@@ -638,8 +640,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes; the most specific row wins. Same must equal
-    that weight. Same and Dropped are not loaded. Other names: ValueError."""
+    """Published name -> the weight that it becomes. `prefix.**` is every name that begins so, and
+    wins over rows with `*`. `Same("x")` is a copy of x: it is compared, and not loaded. Dropped is
+    not loaded. Other names: ValueError."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",

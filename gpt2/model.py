@@ -14,17 +14,19 @@ and keys instead of adding positions, drop means and most biases, gate the MLP, 
 values among heads.
 
 Dimensions: B slots, T query tokens (1 when decoding), S cache positions, D model, N heads, K = N
-heads of keys and values (G = 1), H head dimension, F MLP width, V vocabulary, L layers. Below, and
-in code inside `shard_map`, B, N, K, F and V are the parts that one device holds.
+heads of keys and values (G = 1), H head dimension, F MLP width, V vocabulary, L layers. Inside
+`shard_map`, and in this docstring from here on, B, N, K, F and V are one device's part.
 
 Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split over MODEL, the axes
 `expert` and `tensor` together. In one step every device takes part in 2 L + 3 collectives over
-MODEL, and in up to 35 more if some slot samples (its temperature is above 0):
+MODEL, and in up to 35 more if a slot samples (its temperature is above 0). All but those on [B, T,
+D] happen in `sample`:
 
-    all-reduce [B, T, D]   2 L + 1, in the model's dtype: after the embedding, attention and MLP
-    all-reduce [B]         2, of 4 bytes a slot: the largest logit, and the lowest id that has it
-    all-reduce [3, B]      16 for top-k and 16 for top-p, float32: the search for a threshold
-    [B]                    3, of 4 bytes a slot: top-p's total, each device's share, the drawn id
+    all-reduce [B, T, D]   2 L + 1 times, in the model's dtype: after embedding, attention and MLP
+    all-reduce [B]         2 times, of 4 bytes a slot: the largest logit, the lowest id that has it
+    all-reduce [3, B]      16 times for top-k and 16 for top-p, float32: the search for a threshold
+    all-reduce [B]         2 times, of 4 bytes a slot: the total that top-p refers to, the drawn id
+    all-gather [B]         once, float32: the total probability of the ids of each device
 """
 
 from functools import partial
@@ -62,7 +64,7 @@ class Config(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array or, as the loader made it, an int8 or fp8 form: `linear` takes any."""
+    """A Matrix is an array, or an int8 or fp8 form that the loader made. `linear` takes all."""
 
     attn_norm: Array  # [D]
     attn_norm_bias: Array  # [D]
@@ -88,9 +90,9 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0 and clears nothing: no one reads a cache at or past the length."""
+    slot's length to 0 and clears nothing: no token depends on what lies at or past a length."""
 
-    cache: tuple[LayerCache, ...]  # of each layer: keys, and values, [B, K, S, H]
+    cache: tuple[LayerCache, ...]  # a layer each: keys and values, [B, K, S, H] or in one array
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
     sampling: Sampling  # arrays of [B]
@@ -118,22 +120,23 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
     """Each device looks up the ids that it holds. Other ids give zeros."""
     local_BT = tokens_BT - lax.axis_index(MODEL) * out_features(table_VD)
     x_BTD = embed_rows(table_VD, local_BT, dtype)
-    return lax.psum(x_BTD, MODEL)  # partial: own ids -> replicated
+    return lax.psum(x_BTD, MODEL)  # partial sums over own ids -> replicated
 
 
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache; each attends to all positions up to its own. Returns the sum
-    over own heads [B, T, D], without the bias, and the cache. For one slot `attend` computes
+    """Appends T tokens to the cache; each attends to all positions up to its own. Returns the
+    output [B, T, D], summed over own heads without the bias, and the cache. For one slot `attend`
+    computes, in float32,
 
         score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
         seen_TS = jnp.arange(S) <= end + jnp.arange(-T, 0)[:, None]
         p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
         o_TKGH = jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
 
-    Scores and softmax are float32: rounded to bfloat16, a score near 50 is off by up to 0.125, and
-    its probability by 13 %. `attend` also takes `window`, `chunk` and `sinks_N`."""
+    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %. `attend`
+    takes `window`, `chunk` and `sinks_N` too, for sliding windows, chunks and sinks."""
     (B, T, _), H = x_BTD.shape, config.head_dim
     projections = jnp.split(linear(x_BTD, layer.w_qkv) + layer.b_qkv, 3, axis=-1)
     q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, H) for x in projections)
@@ -143,7 +146,7 @@ def attention(
 
 
 def mlp(x_BTD: Array, layer: Layer) -> Array:
-    """Partial sums over own part of F, without the bias."""
+    """Partial sums over own F, without the bias."""
     h_BTF = jax.nn.gelu(linear(x_BTD, layer.w_up) + layer.b_up, approximate=True)  # tanh
     return linear(h_BTF, layer.w_down)
 
@@ -155,10 +158,10 @@ def block(
     h_BTD = layer_norm(x_BTD, layer.attn_norm, layer.attn_norm_bias, config.layer_norm_epsilon)
     o_BTD, cache = attention(h_BTD, layer, cache, step, config)
     # Without the brackets, XLA on CPU repeats the additions wherever x is read.
-    x_BTD = x_BTD + (lax.psum(o_BTD, MODEL) + layer.bo)  # partial: own heads -> replicated
+    x_BTD = x_BTD + (lax.psum(o_BTD, MODEL) + layer.bo)  # partial sums over own heads -> replicated
     h_BTD = layer_norm(x_BTD, layer.mlp_norm, layer.mlp_norm_bias, config.layer_norm_epsilon)
     o_BTD = mlp(h_BTD, layer)
-    x_BTD = x_BTD + (lax.psum(o_BTD, MODEL) + layer.b_down)  # partial: own part of F -> replicated
+    x_BTD = x_BTD + (lax.psum(o_BTD, MODEL) + layer.b_down)  # partial sums over own F -> replicated
     return x_BTD, cache
 
 
@@ -171,12 +174,13 @@ def forward(
     implementation: str = AUTO,
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
-    """Appends T tokens to each slot, the last of them at position end_B - 1.
+    """Appends T tokens to each slot, the last of them at position end_B - 1; none if end_B is 0.
 
-    Returns float32 logits of the device's part of the vocabulary, [B, T, V], or [B, V] of the token
-    at index last_B of each slot; and the cache. Differentiable with implementation="reference". For
-    a loss, set padded ids, whose logit is 0, to -inf. The log-sum-exp then needs a `pmax` and a
-    `psum` of exponentials over MODEL, and the target's logit needs a `psum`.
+    Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are [B,
+    T, V]; if last_B is given, [B, V] of the tokens at these indices. Differentiable with
+    implementation="reference". For a loss, set the logits of ids >= vocab_size, which are 0, to
+    -inf. The log-sum-exp takes a `pmax` (of `stop_gradient`) and a `psum` of exponentials over
+    MODEL, and the target's logit takes a `psum`.
     """
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     # A skipped slot has positions below 0, and padding may lie past the end of the table.
@@ -202,9 +206,9 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens to each slot, and samples the token after them.
 
-    A count of 0 leaves a slot as it is. The tokens past count_B are padding. They are computed too,
-    but their keys land past the slot's new length, where nothing reads them, or are dropped past
-    the capacity, which length + count must not exceed.
+    A count of 0 leaves a slot as it is, and length + count must not exceed the capacity. The tokens
+    past count_B are padding: they are computed too, but no later token depends on them, as their
+    keys land at or past the slot's new length. Keys past the capacity are dropped.
     """
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
@@ -217,23 +221,23 @@ def extend(
         token_B = jnp.where(count_B > 0, token_B, state.token_B)
         return DecodeState(cache, length_B, token_B, state.sampling)
 
-    in_specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
-    check = implementation in KERNEL_FREE  # shard_map cannot check what a Pallas kernel replicates
-    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
-    return run(weights, state, tokens_BT, count_B)
+    specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
+    check = implementation in KERNEL_FREE  # shard_map cannot check the results of a Pallas kernel
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=STATE_SPEC, check_vma=check)
+    return sharded(weights, state, tokens_BT, count_B)
 
 
 STATIC = ("config", "mesh", "implementation")
-# Reads prompts: `serve` reads 512 tokens a call, pads the rest to a power of two, and uses the last
-# call's `token_B`. There is a program for each T, number of slots and dtype. `state` is donated.
+# `serve` prefills a prompt 512 tokens at a time, and pads its last chunk to a power of two: each T
+# has its own program. The `token_B` after the last chunk is the first new one. `state` is donated.
 prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`, unless that is -1.
 
-    Slots are numbered within a data shard, and nothing moves from one shard to another. ValueError
-    unless both states have the same mesh, capacity and dtype of cache. Not for use inside jit.
+    slot_B[b] counts the slots of the data shard that holds slot b: nothing moves to another shard.
+    ValueError if the states differ in mesh, capacity or dtype of cache. Not for use inside jit.
     """
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -266,18 +270,14 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     )
 
 
-STATE_SPEC = DecodeState(
-    cache=P(DATA, MODEL),  # every array of every layer: slots over data, heads over MODEL
-    length_B=P(DATA),
-    token_B=P(DATA),
-    sampling=P(DATA),
-)
+# Slots are split over `data`, and the cache of each layer also over MODEL, by heads.
+STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA), sampling=P(DATA))
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight, as published; but on a mesh every split dimension must
-    divide, so it is padded with zeros (`sample` never draws a padded id). The matrices of the
-    layers are stored as `Transposed`, [in, out]."""
+    """Shape and partition of every weight. Without `shards` the shapes are the published ones. On a
+    mesh, zeros pad each split dimension to equal parts; `sample` never draws a padded id. The
+    matrices of the layers are stored as `Transposed`, [in, out]."""
     c, n = config, shards.model
     NH = len(split_heads(c.num_attention_heads, c.num_attention_heads, n).query) * c.head_dim
     D, F, V = c.hidden_size, round_up(c.intermediate_size, n), round_up(c.vocab_size, n)
@@ -308,8 +308,8 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. If H is
-    no multiple of 128, value and key share a row of one array [B, K, S, 2 * H] (`RowCache`)."""
+    """Empty slots of `capacity` positions. The cache has this dtype, which may be fp8 or int8. If H
+    is not a multiple of 128, values and keys are side by side in one array, [B, K, S, 2 * H]."""
     heads = split_heads(config.num_attention_heads, config.num_attention_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
     return DecodeState(
@@ -321,8 +321,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. An Order puts the heads of each device next to
-    each other. Same must equal that weight. Same and None are dropped. Other names: ValueError."""
+    """Published name -> the weight that it becomes. An Order sorts heads by device. `Same("x")` is
+    a copy of x: it is compared, and not loaded. None is not loaded. Other names: ValueError."""
     blocks = split_fused(config.num_attention_heads, shards.model)
     qkv = partial(Order, size=config.head_dim, blocks=blocks)
     table: Table = {

@@ -1,34 +1,35 @@
-"""GPT-OSS in one file: llama3 with every MLP a mixture of experts that is kept in 4 bits, and with
-attention whose every other layer slides, and whose heads may give weight to no position at all.
+"""GPT-OSS in one file: llama3 with a mixture of experts in place of every MLP, kept in 4 bits if
+published so. Attention slides in every other layer, and each head has a sink.
 
 gpt-oss-120b & gpt-oss-20b Model Card, arXiv 2508.10925. What differs from llama3:
 
-    o[n] = sum_s exp(q[n] . k[s]) v[s] / (exp(sink[n]) + sum_s exp(q[n] . k[s]))
-                                                   a learned sink per head, which has no value
+    o[n] = sum_s exp(score[n, s]) v[s] / (exp(sink[n]) + sum_s exp(score[n, s]))
+                                                   the sink is a learned score that has no value
     a sliding layer sees the last `sliding_window` positions, a full layer sees all
-    x += sum over the X experts e of a token of p[e] * (down[e](h) + b[e])
-                                                   p = softmax(the X largest of router(norm(x)))
+    x += sum_e p[e] * (down[e](h) + b[e])          e are the X experts with the largest
+                                                   router(norm(x)); p is the softmax of these X
     h = (up[e] + 1) * gate[e] * sigmoid(1.702 * gate[e])
                                                    up is clamped to +-swiglu_limit, gate from above
     YaRN replaces the rope scaling of llama3; biases; norms that multiply in float32
 
 Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
 query heads, K key/value heads with G = N / K queries each, H head dimension, F MLP width, E
-experts, X experts of a token, V vocabulary, L layers. Below, and in code inside `shard_map`, B, N,
-K, F, E and V are the parts that one device holds; but the router scores all experts.
+experts, X experts of a token, V vocabulary, L layers. Inside `shard_map`, and in this docstring
+from here on, B, N, K, F, E and V are one device's part. For the router E is all experts.
 
 Slots are split over the mesh axis `data`. Heads and vocabulary are split over MODEL, the axes
-`expert` and `tensor` together; experts over `expert`, and each expert's F over `tensor`. In one
-step every device takes part in 2 L + 3 collectives over MODEL, and in up to 35 more if some slot
-samples (its temperature is above 0):
+`expert` and `tensor` together. Experts are split over `expert`, and the F of each over `tensor`. In
+one step every device takes part in 2 L + 3 collectives over MODEL, and in up to 35 more if a slot
+samples (its temperature is above 0). All but those on [B, T, D] happen in `sample`:
 
-    all-reduce [B, T, D]   2 L + 1, in the model's dtype: after the embedding, attention and MLP
-    all-reduce [B]         2, of 4 bytes a slot: the largest logit, and the lowest id that has it
-    all-reduce [3, B]      16 for top-k and 16 for top-p, float32: the search for a threshold
-    [B]                    3, of 4 bytes a slot: top-p's total, each device's share, the drawn id
+    all-reduce [B, T, D]   2 L + 1 times, in the model's dtype: after embedding, attention and MLP
+    all-reduce [B]         2 times, of 4 bytes a slot: the largest logit, the lowest id that has it
+    all-reduce [3, B]      16 times for top-k and 16 for top-p, float32: the search for a threshold
+    all-reduce [B]         2 times, of 4 bytes a slot: the total that top-p refers to, the drawn id
+    all-gather [B]         once, float32: the total probability of the ids of each device
 
-`forward` loops over a tuple of layers. `lax.scan` over stacked layers would copy each layer's
-weights: always on CPU, and on TPU for a kernel. `block` is traced once for each kind of layer.
+`forward` loops over a tuple of layers. With `lax.scan` XLA would copy the weights of each layer:
+always on CPU, and on TPU if a Pallas kernel reads them. `block` is traced once per kind of layer.
 """
 
 import math
@@ -94,7 +95,7 @@ class Config(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """All experts of a layer. Even rows of w_gate_up belong to gate, odd rows to up."""
+    """The experts of a layer. Even rows of w_gate_up belong to gate, odd rows to up."""
 
     w_gate_up: Matrix  # [E, 2 * F, D]
     b_gate_up: Array  # [E, 2 * F], float32
@@ -114,7 +115,7 @@ class Sliding(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array or, as the loader made it, an int8 or fp8 form: `linear` takes any."""
+    """A Matrix is a plain array, or a quantised form that the loader made. `linear` takes all."""
 
     sliding: Sliding | None
     attn_norm: Array  # [D]
@@ -140,9 +141,10 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0 and clears nothing: no one reads a cache at or past the length."""
+    slot's length to 0 and clears nothing: no token depends on what lies at or past a length."""
 
-    cache: tuple[LayerCache, ...]  # of each layer: rotated keys, and values, [B, K, S, H]
+    # Rotated keys and values of each layer, two arrays of [B, K, S, H] or one of both.
+    cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
     sampling: Sampling  # arrays of [B]
@@ -181,7 +183,7 @@ def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndar
     low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, R - 1)  # the published code has R here, not R / 2
+    low, high = max(low, 0), min(high, R - 1)  # R and not R / 2, as in the published code
     width = high - low if high != low else 0.001  # never 0 / 0
     ramp = np.clip((np.arange(R // 2) - low) / width, 0, 1)
     return (frequency * (1 - ramp) + frequency / yarn.factor * ramp).astype(np.float32)
@@ -222,15 +224,15 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
     """Each device looks up the ids that it holds. Other ids give zeros."""
     local_BT = tokens_BT - lax.axis_index(MODEL) * out_features(table_VD)
     x_BTD = embed_rows(table_VD, local_BT, dtype)
-    return lax.psum(x_BTD, MODEL)  # partial: own ids -> replicated
+    return lax.psum(x_BTD, MODEL)  # partial sums over own ids -> replicated
 
 
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache; each attends to all positions up to its own, or to the last of
-    them in a sliding layer. Returns the sum over own heads [B, T, D], without the bias, and the
-    cache. For one slot `attend` computes
+    """Appends T tokens to the cache; each attends to all positions up to its own, or in a sliding
+    layer to the last `sliding_window` of them. Returns the output [B, T, D], summed over own heads,
+    and the cache. For one slot `attend` computes, in float32 (`window` is S in a full layer),
 
         score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
         behind_TS = end + jnp.arange(-T, 0)[:, None] - jnp.arange(S)
@@ -240,8 +242,7 @@ def attention(
         p_KGTS = jax.nn.softmax(jnp.concatenate([score_KGTS, sink_KGT1], -1))[..., :-1]
         o_TKGH = jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
 
-    Scores and softmax are float32: rounded to bfloat16, a score near 50 is off by up to 0.125, and
-    its probability by 13 %."""
+    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %."""
     (B, T, _), H = x_BTD.shape, config.head_dim
     matrices = (layer.wq, layer.bq), (layer.wk, layer.bk), (layer.wv, layer.bv)
     q_BTNH, k_BTKH, v_BTKH = ((linear(x_BTD, w) + b).reshape(B, T, -1, H) for w, b in matrices)
@@ -254,7 +255,7 @@ def attention(
 
 
 def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
-    """The weights of each token's experts, and their numbers among all E: both [M, X]."""
+    """The weights of each token's experts, and their indices among all E: both [M, X]."""
     logits_ME = linear(x_MD, w.router, jnp.float32) + w.b_router
     logits_MX, expert_MX = lax.top_k(logits_ME, config.num_experts_per_tok)
     return jax.nn.softmax(logits_MX).astype(x_MD.dtype), expert_MX
@@ -270,14 +271,15 @@ def swiglu(gate_up: Array, limit: float) -> Array:
 def experts(x: Array, w: Experts, dot: Callable[..., Array], limit: float) -> Array:
     """Each row through the MLP of its expert. `dot` multiplies a row by its own expert's matrix."""
     h = swiglu(dot(x, w.w_gate_up, bias_EO=w.b_gate_up), limit)
-    b_down = jnp.where(lax.axis_index(TENSOR) == 0, w.b_down, 0)  # only one device adds it
+    b_down = jnp.where(lax.axis_index(TENSOR) == 0, w.b_down, 0)  # the first of `tensor` adds it
     return dot(h, w.w_down, bias_EO=b_down)
 
 
 def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
-    """The weighted sum of each token's experts: partial sums over own experts and own part of F.
-    With y_MD = 0 at first, and expert(e, x) for the MLP of expert e, it is
+    """The weighted sum of each token's experts: partial sums over own experts and F. If expert(e,
+    x) is the MLP of expert e, this is y_MD of
 
+        y_MD = jnp.zeros_like(x_MD)
         for m in range(M):
             for p, e in zip(weight_MX[m], expert_MX[m]):
                 y_MD = y_MD.at[m].add(p * expert(e, x_MD[m]))
@@ -299,10 +301,10 @@ def block(
     h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
     o_BTD, cache = attention(h_BTD, layer, cache, step, config)
     # Without the brackets, XLA on CPU repeats the additions wherever x is read.
-    x_BTD = x_BTD + (lax.psum(o_BTD, MODEL) + layer.bo)  # partial: own heads -> replicated
+    x_BTD = x_BTD + (lax.psum(o_BTD, MODEL) + layer.bo)  # partial sums over own heads -> replicated
     h_BTD = rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps)
     o_BTD = moe(h_BTD, layer.mlp, step, config)
-    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own experts, own part of F -> replicated
+    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial sums over own experts and F -> replicated
     return x_BTD, cache
 
 
@@ -315,12 +317,13 @@ def forward(
     implementation: str = AUTO,
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
-    """Appends T tokens to each slot, the last of them at position end_B - 1.
+    """Appends T tokens to each slot, the last of them at position end_B - 1; none if end_B is 0.
 
-    Returns float32 logits of the device's part of the vocabulary, [B, T, V], or [B, V] of the token
-    at index last_B of each slot; and the cache. Differentiable with implementation="reference". For
-    a loss, set padded ids, whose logit is 0, to -inf. The log-sum-exp then needs a `pmax` and a
-    `psum` of exponentials over MODEL, and the target's logit needs a `psum`.
+    Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are [B,
+    T, V]; if last_B is given, [B, V] of the tokens at these indices. Differentiable with
+    implementation="reference". For a loss, set the logits of ids >= vocab_size, which are 0, to
+    -inf. The log-sum-exp takes a `pmax` (of `stop_gradient`) and a `psum` of exponentials over
+    MODEL, and the target's logit takes a `psum`.
     """
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
@@ -345,9 +348,9 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens to each slot, and samples the token after them.
 
-    A count of 0 leaves a slot as it is. The tokens past count_B are padding. They are computed too,
-    but their keys land past the slot's new length, where nothing reads them, or are dropped past
-    the capacity, which length + count must not exceed.
+    A count of 0 leaves a slot as it is, and length + count must not exceed the capacity. The tokens
+    past count_B are padding: they are computed too, but no later token depends on them, as their
+    keys land at or past the slot's new length. Keys past the capacity are dropped.
     """
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
@@ -360,23 +363,23 @@ def extend(
         token_B = jnp.where(count_B > 0, token_B, state.token_B)
         return DecodeState(cache, length_B, token_B, state.sampling)
 
-    in_specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
-    check = implementation in KERNEL_FREE  # shard_map cannot check what a Pallas kernel replicates
-    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
-    return run(weights, state, tokens_BT, count_B)
+    specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
+    check = implementation in KERNEL_FREE  # shard_map cannot check the results of a Pallas kernel
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=STATE_SPEC, check_vma=check)
+    return sharded(weights, state, tokens_BT, count_B)
 
 
 STATIC = ("config", "mesh", "implementation")
-# Reads prompts: `serve` reads 512 tokens a call, pads the rest to a power of two, and uses the last
-# call's `token_B`. There is a program for each T, number of slots and dtype. `state` is donated.
+# `serve` prefills a prompt 512 tokens at a time, and pads its last chunk to a power of two: each T
+# has its own program. The `token_B` after the last chunk is the first new one. `state` is donated.
 prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`, unless that is -1.
 
-    Slots are numbered within a data shard, and nothing moves from one shard to another. ValueError
-    unless both states have the same mesh, capacity and dtype of cache. Not for use inside jit.
+    slot_B[b] counts the slots of the data shard that holds slot b: nothing moves to another shard.
+    ValueError if the states differ in mesh, capacity or dtype of cache. Not for use inside jit.
     """
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -395,7 +398,7 @@ def generate(
 # ---- what a loader needs: config.json, shapes and partitions, empty states, published names
 
 
-# What the family means if config.json has no rope settings.
+# What a config.json without rope settings means.
 DEFAULT_ROPE = dict(
     rope_type="yarn", factor=32, original_max_position_embeddings=4096, truncate=False
 )
@@ -411,26 +414,22 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
         model_types=("gpt_oss",),
         fields_read=rope | dict(mxfp4=mxfp4),
         keys_read=("quantization_config",),
-        # Refused: no biases, another activation. (Every file says hidden_act=silu; swiglu is
-        # meant.)
+        # Refused: projections without biases, another activation, another alpha. (Published files
+        # say silu, although the experts compute swiglu.)
         accepted=dict(hidden_act=SILU, attention_bias=True, swiglu_alpha=SWIGLU_ALPHA),
         must_equal=dict(experts_per_token="num_experts_per_tok"),
         ignored=("initial_context_length",),
     )
 
 
-STATE_SPEC = DecodeState(
-    cache=P(DATA, MODEL),  # every array of every layer: slots over data, heads over MODEL
-    length_B=P(DATA),
-    token_B=P(DATA),
-    sampling=P(DATA),
-)
+# Slots are split over `data`, and the cache of each layer also over MODEL, by heads.
+STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA), sampling=P(DATA))
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight, as published; but on a mesh every split dimension must
-    divide, so it is padded with zeros (mxfp4 to whole groups; `sample` never draws a padded id),
-    and key/value heads are repeated if they are fewer than `shards`. The experts must divide."""
+    """Shape and partition of every weight. Without `shards` the shapes are the published ones. On a
+    mesh, zeros pad each split dimension to equal parts (mxfp4: of whole groups), key/value heads
+    are repeated if they are too few, and the experts must divide. `sample` draws no padded id."""
     c, n, mxfp4 = config, shards.model, Mxfp4 if config.mxfp4 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     N, q, kv = len(heads.query), len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -472,8 +471,8 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. If H is
-    no multiple of 128, value and key share a row of one array [B, K, S, 2 * H] (`RowCache`)."""
+    """Empty slots of `capacity` positions. The cache has this dtype, which may be fp8 or int8. If H
+    is not a multiple of 128, values and keys are side by side in one array, [B, K, S, 2 * H]."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
     return DecodeState(
@@ -485,8 +484,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes, with its Order (heads of one device next to
-    each other) or Axes. Same must equal that weight, and is dropped. Other names: ValueError."""
+    """Published name -> the weight that it becomes. An Order sorts heads or rows by device; Axes
+    says how axes are stored. `Same("x")` is a copy of x: it is compared, and not loaded. Other
+    names: ValueError."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {

@@ -4,28 +4,30 @@ sparse layers with many small MLPs, the experts, of which each token chooses a f
 Qwen3 Technical Report, arXiv 2505.09388. What differs from llama3:
 
     q, k = rope(norm(q)), rope(norm(k))            over the head dimension, one weight for all heads
-    x += sum over the X experts e of a token of p[e] * down[e](silu(gate[e](h)) * up[e](h))
-                                                   h = norm(x); p are the X largest of
-                                                   softmax(router(h)); norm_topk_prob: sum to 1
+    x += sum_e p[e] * down[e](silu(gate[e](h)) * up[e](h))
+                                                   h = norm(x); e are the X experts with the largest
+                                                   softmax(router(h)), and p[e] is that probability,
+                                                   divided by the sum of the X if norm_topk_prob
     YaRN replaces the rope scaling of llama3; matrices that are published in fp8 stay in fp8
 
 Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
 query heads, K key/value heads with G = N / K queries each, H head dimension, F MLP width, E
-experts, X experts of a token, V vocabulary, L layers. Below, and in code inside `shard_map`, B, N,
-K, F, E and V are the parts that one device holds; but the router scores all experts.
+experts, X experts of a token, V vocabulary, L layers. Inside `shard_map`, and in this docstring
+from here on, B, N, K, F, E and V are one device's part. For the router E is all experts.
 
 Slots are split over the mesh axis `data`. Heads, dense MLPs and vocabulary are split over MODEL,
-the axes `expert` and `tensor` together; experts over `expert`, and each expert's F over `tensor`.
-In one step every device takes part in 2 L + 3 collectives over MODEL, and in up to 35 more if some
-slot samples (its temperature is above 0):
+the axes `expert` and `tensor` together. Experts are split over `expert`, and the F of each over
+`tensor`. In one step every device takes part in 2 L + 3 collectives over MODEL, and in up to 35
+more if a slot samples (its temperature is above 0). All but those on [B, T, D] happen in `sample`:
 
-    all-reduce [B, T, D]   2 L + 1, in the model's dtype: after the embedding, attention and MLP
-    all-reduce [B]         2, of 4 bytes a slot: the largest logit, and the lowest id that has it
-    all-reduce [3, B]      16 for top-k and 16 for top-p, float32: the search for a threshold
-    [B]                    3, of 4 bytes a slot: top-p's total, each device's share, the drawn id
+    all-reduce [B, T, D]   2 L + 1 times, in the model's dtype: after embedding, attention and MLP
+    all-reduce [B]         2 times, of 4 bytes a slot: the largest logit, the lowest id that has it
+    all-reduce [3, B]      16 times for top-k and 16 for top-p, float32: the search for a threshold
+    all-reduce [B]         2 times, of 4 bytes a slot: the total that top-p refers to, the drawn id
+    all-gather [B]         once, float32: the total probability of the ids of each device
 
-`forward` loops over a tuple of layers. `lax.scan` over stacked layers would copy each layer's
-weights: always on CPU, and on TPU for a kernel. `block` is traced once for each kind of layer.
+`forward` loops over a tuple of layers. With `lax.scan` XLA would copy the weights of each layer:
+always on CPU, and on TPU if a Pallas kernel reads them. `block` is traced once per kind of layer.
 """
 
 import math
@@ -102,7 +104,7 @@ class Moe(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array or, as the loader made it, an int8 or fp8 form: `linear` takes any."""
+    """A Matrix is an array, or an int8 or fp8 form that the loader made. `linear` takes all."""
 
     attn_norm: Array  # [D]
     wq: Matrix  # [N * H, D]
@@ -124,9 +126,10 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0 and clears nothing: no one reads a cache at or past the length."""
+    slot's length to 0 and clears nothing: no token depends on what lies at or past a length."""
 
-    cache: tuple[LayerCache, ...]  # of each layer: rotated keys, and values, [B, K, S, H]
+    # Rotated keys and values of each layer, two arrays of [B, K, S, H] or one of both.
+    cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
     sampling: Sampling  # arrays of [B]
@@ -165,7 +168,7 @@ def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndar
     low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, R - 1)  # the published code has R here, not R / 2
+    low, high = max(low, 0), min(high, R - 1)  # R and not R / 2, as in the published code
     width = high - low if high != low else 0.001  # never 0 / 0
     ramp = np.clip((np.arange(R // 2) - low) / width, 0, 1)
     return (frequency * (1 - ramp) + frequency / yarn.factor * ramp).astype(np.float32)
@@ -206,22 +209,23 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
     """Each device looks up the ids that it holds. Other ids give zeros."""
     local_BT = tokens_BT - lax.axis_index(MODEL) * out_features(table_VD)
     x_BTD = embed_rows(table_VD, local_BT, dtype)
-    return lax.psum(x_BTD, MODEL)  # partial: own ids -> replicated
+    return lax.psum(x_BTD, MODEL)  # partial sums over own ids -> replicated
 
 
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache; each attends to all positions up to its own. Returns the sum
-    over own heads [B, T, D], and the cache. For one slot `attend` computes
+    """Appends T tokens to the cache; each attends to all positions up to its own. Returns the
+    output [B, T, D], summed over own heads, and the cache. For one slot `attend` computes, in
+    float32,
 
         score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
         seen_TS = jnp.arange(S) <= end + jnp.arange(-T, 0)[:, None]
         p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
         o_TKGH = jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
 
-    Scores and softmax are float32: rounded to bfloat16, a score near 50 is off by up to 0.125, and
-    its probability by 13 %. `attend` also takes `window`, `chunk` and `sinks_N`."""
+    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %. `attend`
+    takes `window`, `chunk` and `sinks_N` too, for sliding windows, chunks and sinks."""
     (B, T, _), H = x_BTD.shape, config.head_dim
     projections = (linear(x_BTD, w) for w in (layer.wq, layer.wk, layer.wv))
     q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, H) for x in projections)
@@ -234,13 +238,13 @@ def attention(
 
 
 def mlp(x_BTD: Array, w: Mlp) -> Array:
-    """Partial sums over own part of F."""
+    """Partial sums over own F."""
     h_BTF = jax.nn.silu(linear(x_BTD, w.w_gate)) * linear(x_BTD, w.w_up)
     return linear(h_BTF, w.w_down)
 
 
 def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
-    """The weights of each token's experts, and their numbers among all E: both [M, X]."""
+    """The weights of each token's experts, and their indices among all E: both [M, X]."""
     p_ME = jax.nn.softmax(linear(x_MD, w.router).astype(jnp.float32))
     weight_MX, expert_MX = lax.top_k(p_ME, config.num_experts_per_tok)
     if config.norm_topk_prob:
@@ -254,9 +258,10 @@ def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
 
 
 def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
-    """The weighted sum of each token's experts: partial sums over own experts and own part of F.
-    With y_MD = 0 at first, and expert(e, x) for the MLP of expert e, it is
+    """The weighted sum of each token's experts: partial sums over own experts and F. If expert(e,
+    x) is the MLP of expert e, this is y_MD of
 
+        y_MD = jnp.zeros_like(x_MD)
         for m in range(M):
             for p, e in zip(weight_MX[m], expert_MX[m]):
                 y_MD = y_MD.at[m].add(p * expert(e, x_MD[m]))
@@ -277,13 +282,11 @@ def block(
 ) -> tuple[Array, LayerCache]:
     h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
     o_BTD, cache = attention(h_BTD, layer, cache, step, config)
-    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own heads -> replicated
+    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial sums over own heads -> replicated
     h_BTD = rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps)
-    if isinstance(layer.mlp, Moe):
-        o_BTD = moe(h_BTD, layer.mlp, step, config)
-    else:
-        o_BTD = mlp(h_BTD, layer.mlp)
-    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial: own experts, own part of F -> replicated
+    w = layer.mlp
+    o_BTD = moe(h_BTD, w, step, config) if isinstance(w, Moe) else mlp(h_BTD, w)
+    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial sums over own experts and F -> replicated
     return x_BTD, cache
 
 
@@ -296,12 +299,13 @@ def forward(
     implementation: str = AUTO,
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
-    """Appends T tokens to each slot, the last of them at position end_B - 1.
+    """Appends T tokens to each slot, the last of them at position end_B - 1; none if end_B is 0.
 
-    Returns float32 logits of the device's part of the vocabulary, [B, T, V], or [B, V] of the token
-    at index last_B of each slot; and the cache. Differentiable with implementation="reference". For
-    a loss, set padded ids, whose logit is 0, to -inf. The log-sum-exp then needs a `pmax` and a
-    `psum` of exponentials over MODEL, and the target's logit needs a `psum`.
+    Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are [B,
+    T, V]; if last_B is given, [B, V] of the tokens at these indices. Differentiable with
+    implementation="reference". For a loss, set the logits of ids >= vocab_size, which are 0, to
+    -inf. The log-sum-exp takes a `pmax` (of `stop_gradient`) and a `psum` of exponentials over
+    MODEL, and the target's logit takes a `psum`.
     """
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
@@ -326,9 +330,9 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens to each slot, and samples the token after them.
 
-    A count of 0 leaves a slot as it is. The tokens past count_B are padding. They are computed too,
-    but their keys land past the slot's new length, where nothing reads them, or are dropped past
-    the capacity, which length + count must not exceed.
+    A count of 0 leaves a slot as it is, and length + count must not exceed the capacity. The tokens
+    past count_B are padding: they are computed too, but no later token depends on them, as their
+    keys land at or past the slot's new length. Keys past the capacity are dropped.
     """
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
@@ -341,23 +345,23 @@ def extend(
         token_B = jnp.where(count_B > 0, token_B, state.token_B)
         return DecodeState(cache, length_B, token_B, state.sampling)
 
-    in_specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
-    check = implementation in KERNEL_FREE  # shard_map cannot check what a Pallas kernel replicates
-    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=STATE_SPEC, check_vma=check)
-    return run(weights, state, tokens_BT, count_B)
+    specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
+    check = implementation in KERNEL_FREE  # shard_map cannot check the results of a Pallas kernel
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=STATE_SPEC, check_vma=check)
+    return sharded(weights, state, tokens_BT, count_B)
 
 
 STATIC = ("config", "mesh", "implementation")
-# Reads prompts: `serve` reads 512 tokens a call, pads the rest to a power of two, and uses the last
-# call's `token_B`. There is a program for each T, number of slots and dtype. `state` is donated.
+# `serve` prefills a prompt 512 tokens at a time, and pads its last chunk to a power of two: each T
+# has its own program. The `token_B` after the last chunk is the first new one. `state` is donated.
 prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`, unless that is -1.
 
-    Slots are numbered within a data shard, and nothing moves from one shard to another. ValueError
-    unless both states have the same mesh, capacity and dtype of cache. Not for use inside jit.
+    slot_B[b] counts the slots of the data shard that holds slot b: nothing moves to another shard.
+    ValueError if the states differ in mesh, capacity or dtype of cache. Not for use inside jit.
     """
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -421,18 +425,14 @@ def has_no_window(hf: dict[str, Any]) -> bool:
     return True
 
 
-STATE_SPEC = DecodeState(
-    cache=P(DATA, MODEL),  # every array of every layer: slots over data, heads over MODEL
-    length_B=P(DATA),
-    token_B=P(DATA),
-    sampling=P(DATA),
-)
+# Slots are split over `data`, and the cache of each layer also over MODEL, by heads.
+STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA), sampling=P(DATA))
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight, as published; but on a mesh every split dimension must
-    divide, so it is padded with zeros (fp8 to whole blocks; `sample` never draws a padded id), and
-    key/value heads are repeated if they are fewer than `shards`. The experts must divide."""
+    """Shape and partition of every weight. Without `shards` the shapes are the published ones. On a
+    mesh, zeros pad each split dimension to equal parts (fp8: of whole blocks), key/value heads are
+    repeated if they are too few, and the experts must divide. `sample` draws no padded id."""
     c, n, fp8 = config, shards.model, Fp8 if config.fp8 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -480,8 +480,8 @@ def is_sparse(layer: int, config: Config) -> bool:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. If H is
-    no multiple of 128, value and key share a row of one array [B, K, S, 2 * H] (`RowCache`)."""
+    """Empty slots of `capacity` positions. The cache has this dtype, which may be fp8 or int8. If H
+    is not a multiple of 128, values and keys are side by side in one array, [B, K, S, 2 * H]."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
     return DecodeState(
@@ -493,8 +493,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. An Order puts the heads of each device next to
-    each other. Same must equal that weight. Same and None are dropped. Other names: ValueError."""
+    """Published name -> the weight that it becomes. An Order sorts heads by device. `Same("x")` is
+    a copy of x: it is compared, and not loaded. None is not loaded. Other names: ValueError."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {

@@ -1,4 +1,4 @@
-"""The one comparison of numbers in these tests, and the one of refusals."""
+"""How all tests compare floating-point numbers, and how they check error messages."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ def assert_close(
     rms: float | None = None,
     what: str = "",
 ) -> tuple[float, float]:
-    """Shapes equal, all finite, and the errors within their bounds: (max-abs error, relative
-    error), printed.
+    """Asserts equal shapes, finite numbers, and errors within the bounds. Prints the errors, and
+    returns (max-abs error, relative error).
 
-    The relative error is the largest difference over the largest wanted number, so that numbers
-    near zero do not decide; `rms` bounds the root mean square of the differences over that of the
-    wanted numbers, which one unlucky number cannot decide either. numpy's own assert_allclose
+    The relative error is the largest difference divided by the largest wanted number, so numbers
+    near zero do not decide. `rms` bounds the root mean square of the differences divided by that of
+    the wanted numbers, so one unlucky number does not decide either. numpy's own assert_allclose
     accepts NaN = NaN and broadcasts.
     """
     assert any(bound is not None for bound in (atol, rtol, rms)), "state a bound"
@@ -51,7 +51,8 @@ def assert_close(
 
 
 def refused(error: type[Exception], match: str, function: Any, *args: Any, **options: Any) -> str:
-    """The message of `error`, which must hold `match` and be one line."""
+    """Asserts that the call raises `error`, with a message of one line that contains `match`.
+    Returns the message."""
     with pytest.raises(error) as caught:
         function(*args, **options)
     message = str(caught.value)

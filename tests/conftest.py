@@ -1,5 +1,5 @@
-"""Settings that must stand before jax is imported: eight host devices, and nothing from the
-network. Which tests run by default, and which with --all alone."""
+"""Sets what must be set before jax is imported: eight host devices, no network. Also selects the
+tests that run by default, without --all."""
 
 import collections
 import os
@@ -29,28 +29,28 @@ settings.load_profile("tests")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="every test; by default, those of minutes")
+    parser.addoption("--all", action="store_true", help="run every test, not only the fast ones")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "full: runs with --all alone")
-    config.addinivalue_line("markers", "one_in(n): of its cases, by default one in n runs")
-    if not config.getoption("--all"):  # programs of tests run once: compiling is what takes time
+    config.addinivalue_line("markers", "full: runs only with --all")
+    config.addinivalue_line("markers", "one_in(n): without --all, one in n of its cases runs")
+    if not config.getoption("--all"):  # each program runs once, so most of the time is compiling
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
         os.environ["XLA_FLAGS"] += (
             " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"  # a third faster
         )
-    if not hasattr(config, "workerinput"):  # programs that command lines share, in all workers
+    if not hasattr(config, "workerinput"):  # all workers' command lines share a compilation cache
         cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         os.environ["XDG_CACHE_HOME"] = cache.name
         config.add_cleanup(cache.cleanup)
 
 
-ALONE = ("test_slices", "test_readme")  # files whose tests share nothing
+ALONE = ("test_slices", "test_readme")  # files whose tests share no compiled programs
 
 
 def takes_minutes(items):
-    """The tests that run by default."""
+    """Yields the tests that run without --all."""
     count = collections.Counter()
     for item in items:
         if item.get_closest_marker("full"):
@@ -62,8 +62,8 @@ def takes_minutes(items):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what runs with --all alone, and keeps on one worker what shares compiled programs:
-    the tests of a file, and of one family where a file tests them all."""
+    """Drops the tests that run only with --all. Keeps tests that share compiled programs on one
+    worker: those of one file or, if the file has the parameter `family`, those of one family."""
     if not config.getoption("--all"):
         kept = list(takes_minutes(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
@@ -75,13 +75,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.xdist_group(f"{name} {family}" if family else name))
 
 
-GROUP = pytest.StashKey()  # the file, and the family, of the test before
+GROUP = pytest.StashKey()  # the file and the family of the previous test
 
 
 @pytest.fixture(autouse=True)
 def programs_are_freed(request):
-    """A compiled program holds memory maps, of which a process may have 65,530: with those of all
-    files, or of all families, alive, XLA's compiler crashes."""
+    """Clears JAX's caches after each file, and after each family. Compiled programs hold memory
+    maps, and a process may have only 65,530: if all programs stayed alive, XLA's compiler would
+    crash."""
     family = getattr(request.node, "callspec", None) and request.node.callspec.params.get("family")
     group = (request.node.path, family)
     if group != request.config.stash.get(GROUP, None):

@@ -1,5 +1,5 @@
-"""Drives a model file as a server does; every number of the state that nothing may look at is NaN
-at every step."""
+"""Drives a model file as a server does. At every step, every number of the state that the step must
+not read is NaN."""
 
 import functools
 import importlib
@@ -25,12 +25,12 @@ from common.sharding import DATA, P, Shards, make_mesh, model_shards, parse_mesh
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = ROOT / "tests" / "fixtures"
-# Of a command line: that of the tests without their eight devices.
+# The environment for command lines: that of the tests, without their eight devices.
 FLAGS = [x for x in os.environ["XLA_FLAGS"].split() if "host_platform_device_count" not in x]
 ENVIRONMENT = {**os.environ, "XLA_FLAGS": " ".join(FLAGS)}
-QUICKLY = "--xla_backend_optimization_level=0"  # with --all, too: of programs that run once
+QUICKLY = "--xla_backend_optimization_level=0"  # for programs that run only once, even with --all
 SLOTS = 8
-CAPACITY = 77  # more than the longest golden prompt and its continuation, and nothing divides it
+CAPACITY = 77  # holds the longest golden prompt and continuation; no number of devices divides it
 BUCKET = 16
 
 
@@ -48,19 +48,19 @@ class Engine(NamedTuple):
 
 
 class Golden(NamedTuple):
-    """What transformers computes for one prompt."""
+    """The results of transformers for one prompt."""
 
     tokens: np.ndarray  # [n]
     logits: np.ndarray  # [n, V]
-    greedy: np.ndarray  # its continuation
+    greedy: np.ndarray  # [NEW], the continuation
 
 
 class Request(NamedTuple):
     prompt: np.ndarray
     slot: int
     new: int
-    arrive: int = 0  # generate steps before it comes
-    chunks: tuple[int, ...] | None = None  # tokens per prefill; full buckets unless given
+    arrive: int = 0  # how many generate steps run before it arrives
+    chunks: tuple[int, ...] | None = None  # tokens per prefill; by default, full buckets
     sampling: dict[str, Any] = {}  # noqa: RUF012
 
 
@@ -81,7 +81,7 @@ def load(
     dtype: str = "float32",
     storage: Storage | None = None,
 ) -> Engine:
-    """A fixture on a mesh such as "data=2,tensor=4"."""
+    """Loads a fixture onto a mesh such as "data=2,tensor=4"."""
     model, mesh = model_of(family), make_mesh(**parse_mesh(axes))
     config = model.config_from_hf(hf_config(family, variant))
     directory = FIXTURES / family / variant
@@ -91,7 +91,7 @@ def load(
 
 @functools.cache
 def goldens(family: str, variant: str) -> tuple[Golden, ...]:
-    """In order of length."""
+    """Returns the golden prompts of a fixture, the shortest first."""
     with np.load(FIXTURES / family / variant / "golden.npz") as z:
         lengths = sorted(int(name.split("_")[1]) for name in z if name.startswith("tokens_"))
         return tuple(Golden(*(z[f"{field}_{n}"] for field in Golden._fields)) for n in lengths)
@@ -109,8 +109,8 @@ def init_state(engine: Engine, slots: int, capacity: int, dtype: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("spec", "mesh"), donate_argnames="cache")
 def plant_nan(cache: Any, length_B: jax.Array, spec: Any, mesh: Mesh) -> Any:
-    """The cache with NaN, or some integer, wherever it is not filled. Its positions may be split
-    over an axis of the mesh."""
+    """Writes NaN, or some integer, to every position of the cache from a slot's length on. The mesh
+    may split the positions."""
     split = spec[2] if len(spec) > 2 else ()
 
     def run(cache: Any, length_B: jax.Array) -> Any:
@@ -127,7 +127,7 @@ def plant_nan(cache: Any, length_B: jax.Array, spec: Any, mesh: Mesh) -> Any:
 
 
 def spoil(engine: Engine, state: Any, length_B: Any = None) -> Any:
-    """The state with NaN wherever nothing may look."""
+    """Returns the state with NaN wherever a step must not read."""
     length_B = state.length_B if length_B is None else length_B
     cache = plant_nan(state.cache, length_B, engine.model.STATE_SPEC.cache, engine.mesh)
     return state._replace(cache=cache)
@@ -150,7 +150,7 @@ def _logits(weights, cache, tokens_BT, end_B, model, config, mesh, implementatio
 def forward(
     engine: Engine, cache: Any, tokens_BT: Any, end_B: Any, implementation: str = Impl.AUTO
 ) -> Any:
-    """Logits [B, T, V] as numpy, and the cache."""
+    """Returns logits [B, T, V] as numpy, and the cache."""
     model, config, weights, mesh, *_ = engine
     tokens_BT, end_B = (jnp.asarray(x, jnp.int32) for x in (tokens_BT, end_B))
     logits, cache = _logits(weights, cache, tokens_BT, end_B, model, config, mesh, implementation)
@@ -160,8 +160,9 @@ def forward(
 def prefill(
     engine: Engine, request: Request, slots: int, capacity: int, bucket: int, dtype: Any
 ) -> Any:
-    """The prompt as a state to insert, of one slot for each data shard, of which only the request's
-    own is filled; its first token; and the slot numbers that insert wants."""
+    """Prefills the prompt. Returns a state to insert, the first new token, and the slot numbers
+    that `insert` takes. The state has one slot per data shard; only that of the request's shard is
+    filled."""
     model, config, weights, mesh, *_ = engine
     rows = mesh.shape[DATA]
     row, n = request.slot * rows // slots, len(request.prompt)
@@ -190,8 +191,8 @@ def serve(
     bucket: int = BUCKET,
     dtype: Any = jnp.float32,
 ) -> list[list[int]]:
-    """The new tokens of each request. Slots that a request has left, or that none has reached, are
-    empty."""
+    """Serves the requests, and returns the new tokens of each. A slot is empty until its request
+    arrives, and again when the request is done."""
     model, config, weights, mesh, *_ = engine
     state = init_state(engine, slots, capacity, dtype)
     out: list[list[int]] = [[] for _ in requests]
@@ -210,7 +211,7 @@ def serve(
         state = model.generate(weights, state, config=config, mesh=mesh)
         token_B, length_B = np.asarray(state.token_B), np.asarray(state.length_B)
         want = np.where(np.isin(np.arange(slots), live), lengths + 1, 0)
-        np.testing.assert_array_equal(length_B, want, "a slot grew that is empty, or none did")
+        np.testing.assert_array_equal(length_B, want, "an empty slot grew, or a filled one did not")
         for r, tokens in zip(requests, out, strict=True):
             if 0 < len(tokens) < r.new:
                 tokens.append(int(token_B[r.slot]))

@@ -1,25 +1,26 @@
-"""The families that are tested, in the order of their ideas. This is the only list of them; a
-family of your own joins by one line."""
+"""The families under test, in the order in which docs/reading.md presents them. This is the only
+list of them: to add a family of your own, add one line."""
 
 from typing import NamedTuple
 
 
 class Family(NamedTuple):
-    """What is stated of one family. A bound on low precision is on the root mean square of the
-    errors over that of the logits, over all positions of all prompts."""
+    """What the tests assert of one family. The bounds on low precision limit the root mean square
+    of the errors divided by that of the logits, over all positions of all prompts."""
 
-    precise: tuple[str, str]  # the variants in which precision is tested; the first on tensor=2
+    precise: tuple[str, str]  # variants that test precision; the first on tensor=2
     bf16: float
     int8_weights: float
     int8_cache: float
-    int8_both: float  # in bf16
-    atol: float = 1e-4  # of float32 logits, whose standard deviation is 1.2 to 3.2
-    shown: bool = False  # has a place on the pages, README.md and docs/
+    int8_both: float  # everything else in bf16
+    atol: float = 1e-4  # for float32 logits, whose standard deviation is 1.2 to 3.2
+    shown: bool = False  # README.md and docs/ show it
 
 
-# Random models amplify rounding, and in a mixture rounding sends a token to other experts:
-# transformers' own bf16 is 0.036 and 0.041 away from its float32 for llama3. Llama 4's "scout"
-# chooses one expert in every layer, so one choice changes all that follows: it is no measure.
+# Random models amplify rounding: for llama3, transformers' own bf16 is 0.036 and 0.041 away from
+# its float32. In a mixture of experts, rounding also sends tokens to other experts. Llama 4's
+# "scout" chooses one expert in every layer, so one other choice changes all that follows, and its
+# error measures nothing.
 FAMILIES = {
     "gpt2": Family(("prefixed", "hub"), 0.013, 0.028, 0.006, 0.030, atol=3e-5, shown=True),
     "llama3": Family(("scaled", "tied"), 0.045, 0.105, 0.028, 0.115, shown=True),

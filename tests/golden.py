@@ -1,5 +1,5 @@
-"""What a model file computes on the golden prompts, against what transformers computed; and what
-holds of every model file."""
+"""Compares what a model file computes on the golden prompts with the results of transformers, and
+asserts properties that every model file has."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from common.sampling import sampling_params
 from common.sharding import DATA, P, Shards
 from common.weights import by_path, check_divides
 
-ROWS = (0, 1, 3, 4, 6)  # the slots in which the golden prompts lie; the others are empty
+ROWS = (0, 1, 3, 4, 6)  # the slots that hold the golden prompts; the others are empty
 
 
 def prompts_of(engine: Engine) -> Any:
@@ -34,7 +34,7 @@ def prompts_of(engine: Engine) -> Any:
 
 
 def prompt_logits(engine: Engine, dtype: Any = jnp.float32, implementation: str = Impl.AUTO):
-    """The logits [n, V] of each golden prompt, all read in one call: side by side, padded with
+    """Returns the logits [n, V] of each golden prompt. One call reads all prompts, each padded with
     other tokens to the longest."""
     prompts = prompts_of(engine)
     T = len(prompts[-1].tokens)
@@ -52,8 +52,8 @@ def stepwise_logits(
     implementation: str = Impl.AUTO,
     capacity: int = CAPACITY,
 ):
-    """The same token by token: slots start at different times, are empty before, and empty again
-    when they are done."""
+    """Returns the same logits, computed token by token. The slots start at different times; each is
+    empty before it starts, and again when it is done."""
     prompts, begin = prompts_of(engine), (20, 7, 40, 13, 5)
     out: list[list[Any]] = [[] for _ in prompts]
     cache = empty_cache(engine, SLOTS, capacity, dtype)
@@ -78,8 +78,8 @@ def assert_golden(got: Any, engine: Engine, **bounds: float) -> None:
 
 
 def assert_greedy(engine: Engine) -> None:
-    """Through prefill in chunks, insert and generate, arriving one after the other in slots of
-    every data shard."""
+    """Asserts the golden continuations through prefill in chunks, insert and generate. The prompts
+    arrive one after the other, in slots of every data shard."""
     prompts, slots = prompts_of(engine), (6, 1, 4, 3, 0)
     requests = [
         Request(p.tokens, s, len(p.greedy), arrive=i)
@@ -89,7 +89,7 @@ def assert_greedy(engine: Engine) -> None:
 
 
 def assert_updates_in_place(engine: Engine, dtype: Any, capacity: int = 1030) -> None:
-    """`generate` aliases its cache, of which it copies not one layer."""
+    """Asserts that `generate` aliases its cache, and copies less than one layer of it."""
     model, config = engine.model, engine.config
     state = jax.eval_shape(lambda: model.init_state(config, 4, capacity, dtype, engine.shards))
     step = model.generate.lower(engine.weights, state, config=config, mesh=engine.mesh)
@@ -101,7 +101,8 @@ def assert_updates_in_place(engine: Engine, dtype: Any, capacity: int = 1030) ->
 
 
 def assert_divides(model: Any, config: Any, shards: Shards) -> None:
-    """Every weight has a spec for each of its axes that is split, and every split axis divides."""
+    """Asserts that no spec has more axes than its weight, that the devices divide every split axis,
+    and that padding only enlarges a weight."""
     layout = model.weight_layout(config, shards)
     check_divides(layout, shards)
     published = by_path(model.weight_layout(config))
@@ -111,7 +112,8 @@ def assert_divides(model: Any, config: Any, shards: Shards) -> None:
 
 
 def assert_padding_never_sampled(engine: Engine) -> None:
-    """Not even by slots so hot that all ids are alike."""
+    """Asserts that no slot samples padding, even at a temperature that makes all ids equally
+    likely."""
     model, config = engine.model, engine.config
     assert model.weight_layout(config, engine.shards).embed.shape[0] > config.vocab_size
     slots, tokens = 256, prompts_of(engine)[0].tokens

@@ -1,13 +1,14 @@
-"""Writes tiny random Hugging Face models, and what transformers computes with them, to
+"""Writes tiny random Hugging Face models, and the results of transformers with them, to
 tests/fixtures/<family>/<variant>.
 
     python tests/make_golden.py [family ...]
 
-Needs torch, transformers and accelerate, which the tests do not. The models are those of
-tests/variants. Every one becomes a directory as save_pretrained writes it (some rewritten to the
-spelling that the published repositories use) and golden.npz, which holds for prompts of n tokens:
+Needs torch, transformers and accelerate; the tests do not need them. tests/variants defines the
+models. Each one becomes a directory as save_pretrained writes it; some are then rewritten to the
+spelling of the published repositories. The directory also has golden.npz. For each prompt of n
+tokens it holds:
 
-    tokens_n [n], logits_n [n, V] float32 in eager attention, greedy_n [NEW]: the greedy
+    tokens_n [n], logits_n [n, V] in float32 from eager attention, and greedy_n [NEW], the greedy
     continuation.
 """
 
@@ -28,29 +29,29 @@ from variants import Variant
 TESTS = Path(__file__).parent
 LENGTHS = (1, 2, 17, 40, 64)
 NEW = 12
-DISTINCT = 6  # tokens of a continuation at least: one that repeats itself tests little
-ATTEMPTS = 2000  # prompts of one length
+DISTINCT = 6  # fewest distinct tokens in a continuation: one that repeats itself tests little
+ATTEMPTS = 2000  # prompts tried for each length
 PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight")  # published in fp8
-BESIDE_ROPE_SCALING = ("rope_theta", "partial_rotary_factor")  # in older files, next to it
-MARGIN = 0.005  # between the best and the second best logit of a greedy step: far above float noise
+BESIDE_ROPE_SCALING = ("rope_theta", "partial_rotary_factor")  # older files keep these outside it
+MARGIN = 0.005  # least gap between the two best logits of a greedy step: far above float noise
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Norm weights that are not ones, and biases that are not zeros: a fresh model hides a dropped
-    one."""
+    """Adds noise to norm weights and biases. In a fresh model they are ones and zeros, which would
+    hide code that drops one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # so that most choices are below zero
+            if name.endswith("e_score_correction_bias"):  # most scores are then below zero
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.3 - 1)
 
 
 def spell_as_on_the_hub(directory: Path) -> None:
-    """The settings that transformers 5 renamed, under their older names. What one family alone
-    renames is in `rewrite` of its variants."""
+    """Gives settings that transformers 5 renamed their older names. If only one family has such a
+    setting, `rewrite` of its variants renames it."""
     file = directory / "config.json"
     config = json.loads(file.read_text())
     rope = config.pop("rope_parameters")
@@ -59,7 +60,7 @@ def spell_as_on_the_hub(directory: Path) -> None:
         beside = [key for key in rope if not scaling or key in BESIDE_ROPE_SCALING]
         config |= {key: rope.pop(key) for key in beside if key != "rope_type"}
         config["rope_scaling"] = scaling or None
-    else:  # one for each type of layer, which has no older spelling
+    else:  # one setting per type of layer, which has no older spelling
         config["rope_parameters"] = rope
     config["torch_dtype"] = config.pop("dtype")
     if config.get("head_dim", 0) * config["num_attention_heads"] == config["hidden_size"]:
@@ -70,7 +71,7 @@ def spell_as_on_the_hub(directory: Path) -> None:
 def fp8_blocks(
     weight: torch.Tensor, scales: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A matrix as fp8 values, the scales of its blocks of 128 by 128, and their product."""
+    """Returns a matrix as fp8 values, the scales of its blocks of 128 by 128, and their product."""
     N, K = weight.shape
     values, scale = torch.empty(N, K), torch.empty(-(-N // 128), -(-K // 128))
     exact = torch.empty(N, K)
@@ -86,8 +87,8 @@ def fp8_blocks(
 
 
 def quantize_fp8(directory: Path, scales: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors of a published fp8 checkpoint, for one whose file this leaves with the numbers
-    that they stand for: transformers cannot read partial blocks."""
+    """Returns the tensors of a published fp8 checkpoint. In the file, replaces each matrix by the
+    dequantised numbers, because transformers cannot read partial blocks."""
     stored, meant = {}, {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         stored[name] = meant[name] = tensor
@@ -113,7 +114,7 @@ def write_fp8(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def store_in_mxfp4(directory: Path, seed: int) -> None:
-    """Other experts in place of those in the file: random codes, and random scales."""
+    """Replaces the experts in the file by others, of random codes and random scales."""
     file, generator = directory / "model.safetensors", torch.Generator().manual_seed(seed)
     tensors = load_file(file)
     for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
@@ -136,12 +137,12 @@ def store_in_mxfp4(directory: Path, seed: int) -> None:
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-# The last norm of a layer that drafts, in transformers' names and the published ones.
+# The last norm of an MTP layer: its name in transformers, and the published one.
 MTP_NAMES = {"post_norm.weight": "shared_head.norm.weight"}
 
 
 def mtp_parts(name: str, experts: int) -> list[list[str]]:
-    """The published names of what transformers keeps as one parameter: of each expert, a list."""
+    """Returns the published names of the parts of one transformers parameter: a list per expert."""
     name = MTP_NAMES.get(name, name.removeprefix("mtp_block."))
     if not name.startswith("mlp.experts."):
         return [[name]]
@@ -150,7 +151,7 @@ def mtp_parts(name: str, experts: int) -> list[list[str]]:
 
 
 def add_mtp(directory: Path, model: Any, seed: int) -> None:
-    """Adds a random layer that drafts to the files, under its published names."""
+    """Adds a random MTP layer, which drafts tokens, to the files, under its published names."""
     layer, tensors = MtpModel(model, 1).layers[0].float(), {}
     deviation, generator = model.config.initializer_range, torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
@@ -173,7 +174,7 @@ def add_mtp(directory: Path, model: Any, seed: int) -> None:
 
 
 def read_mtp(directory: Path, model: Any) -> Any:
-    """That layer as a model of transformers, in float32."""
+    """Returns the MTP layer of the files as a transformers model, in float32."""
     mtp, tensors = MtpModel(model, 1), load_file(directory / "model.safetensors")
     at, layer = f"model.layers.{model.config.num_hidden_layers}.", mtp.layers[0].float()
 
@@ -187,7 +188,8 @@ def read_mtp(directory: Path, model: Any) -> Any:
 
 
 def drafted(model: Any, mtp: Any, tokens: np.ndarray) -> np.ndarray:
-    """The draft logits at each token but the last, which know the token after it: [n - 1, V]."""
+    """Returns the draft logits [n - 1, V] at each token but the last. They also depend on the token
+    after it."""
     ids = torch.tensor(tokens)[None]
     hidden = model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
     at = torch.arange(1, len(tokens))[None]
@@ -196,8 +198,8 @@ def drafted(model: Any, mtp: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def greedy(model: Any, tokens: np.ndarray) -> np.ndarray | None:
-    """By full forward passes, without a cache; None if a near tie makes the answer a matter of
-    rounding, or if it repeats too few tokens."""
+    """Returns the greedy continuation, computed by full forward passes without a cache. Returns
+    None if rounding could decide a near tie, or if too few tokens are distinct."""
     sequence = torch.tensor(tokens)[None]
     for _ in range(NEW):
         best = model(sequence).logits[0, -1].topk(2)
@@ -216,7 +218,7 @@ def write(directory: Path, variant: Variant) -> None:
     randomize(model, variant.seed)
     biases = {n: x.clone() for n, x in model.named_buffers() if n.endswith("correction_bias")}
     model.to(variant.dtype).save_pretrained(directory, max_shard_size=variant.shard)
-    if biases and variant.dtype != torch.float32:  # published in float32 whatever the others are
+    if biases and variant.dtype != torch.float32:  # published in float32, always
         file = directory / "model.safetensors"
         save_file(load_file(file) | biases, file, metadata={"format": "pt"})
     (directory / "generation_config.json").unlink()
@@ -230,7 +232,7 @@ def write(directory: Path, variant: Variant) -> None:
     if variant.mxfp4:
         store_in_mxfp4(directory, variant.seed)
 
-    # From the files as they are now, in float32 whatever they are stored in.
+    # The goldens come from the files as they are now, in float32 whatever their dtype.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=torch.float32,
@@ -250,7 +252,7 @@ def write(directory: Path, variant: Variant) -> None:
             if (continuation := greedy(model, tokens)) is not None:
                 break
         else:
-            raise SystemExit(f"{directory}: no prompt of {n} tokens has a continuation to test")
+            raise SystemExit(f"{directory}: no prompt of {n} tokens gives a usable continuation")
         golden[f"tokens_{n}"] = tokens.astype(np.int32)
         golden[f"logits_{n}"] = model(torch.tensor(tokens)[None]).logits[0].numpy()
         golden[f"greedy_{n}"] = continuation

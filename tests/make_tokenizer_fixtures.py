@@ -1,6 +1,6 @@
-"""Make fixtures/tokenizer: three tiny tokenizers, and what transformers does with them.
+"""Writes fixtures/tokenizer: three tiny tokenizers, and the results of transformers with them.
 
-Needs transformers, which the tests do not. Run from the repository root:
+Needs transformers, which the tests do not need. Run from the repository root:
     python tests/make_tokenizer_fixtures.py
 """
 
@@ -158,7 +158,8 @@ def train(
 
 
 def make_llama3(folder: Path) -> None:
-    """Byte-level BPE whose post-processor adds BOS; a chat template; two stop ids."""
+    """Writes a byte-level BPE tokenizer with a chat template and two stop ids. Its post-processor
+    adds BOS."""
     split = Regex(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -210,7 +211,8 @@ def make_llama3(folder: Path) -> None:
 
 
 def make_llama2(folder: Path) -> None:
-    """Sentencepiece-like BPE with byte fallback, and special tokens stored as objects."""
+    """Writes a Sentencepiece-like BPE tokenizer with byte fallback. Its special tokens are stored
+    as objects."""
     special = ["<unk>", "<s>", "</s>"]
     trained = json.loads(train(pre_tokenizers.Metaspace(), special, 160, []).to_str())["model"]
     tokens = special + [f"<0x{byte:02X}>" for byte in range(256)]
@@ -260,7 +262,7 @@ def make_llama2(folder: Path) -> None:
 
 
 def make_gpt2(folder: Path) -> None:
-    """GPT-2's two files; as published, only config.json knows the end of text."""
+    """Writes GPT-2's two files. As published, only config.json names the end of text."""
     tokenizer = train(
         pre_tokenizers.ByteLevel(add_prefix_space=False),
         [],

@@ -1,4 +1,4 @@
-"""Every implementation of attention computes the formula of its docstring, and reads nothing
+"""Every implementation of attention computes the formula in its docstring, and reads nothing
 else."""
 
 import functools
@@ -23,9 +23,9 @@ from common.kernels.softmax import merge_parts
 from common.kernels.visible import first_seen
 from common.sharding import DATA, MODEL, make_mesh
 
-F32_ATOL = 1e-5  # of outputs whose largest is about 4; reached: 6e-6
+F32_ATOL = 1e-5  # the largest outputs are about 4; measured: 6e-6
 BF16_RTOL = (
-    0.015  # of the largest output; reached: 0.008, where rounding it alone costs up to 0.004
+    0.015  # of the largest output; measured: 0.008, of which rounding the output costs up to 0.004
 )
 DECODE_IMPLEMENTATIONS = ("reference", "blocked", "auto")
 PREFILL_IMPLEMENTATIONS = ("reference", "blocked", "tpu", "auto")
@@ -38,7 +38,7 @@ SCALES = ("k_scale_BKS", "v_scale_BKS")
 
 
 def softmax_over(logits, sink=None):
-    """Probabilities and log-sum-exp; a sink joins the sum and has no probability to give away."""
+    """Returns probabilities and log-sum-exp. A sink joins the sum, but has no value."""
     terms = logits if sink is None else np.append(logits, sink)
     if not len(terms):
         return logits, -np.inf
@@ -47,8 +47,8 @@ def softmax_over(logits, sink=None):
 
 
 def oracle(q, k, v, lengths, starts=None, *, scale, k_scale=None, v_scale=None, sinks=None):
-    """One query and head after the other, over the positions it sees: o [B, T, N, Hv] and
-    log-sum-exp [B, T, N]."""
+    """Computes attention for one query and head at a time, over the positions that it sees. Returns
+    o [B, T, N, Hv] and log-sum-exp [B, T, N]."""
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     (B, T, N, _), (K, S) = q.shape, k.shape[1:3]
     k_scale, v_scale = (np.ones((B, K, S)) if x is None else x for x in (k_scale, v_scale))
@@ -63,7 +63,7 @@ def oracle(q, k, v, lengths, starts=None, *, scale, k_scale=None, v_scale=None, 
     return o, lse
 
 
-# ---- what it is given
+# ---- inputs
 
 
 class Case(NamedTuple):
@@ -72,12 +72,12 @@ class Case(NamedTuple):
     G: int
     T: int
     S: int = 150  # one block of 128 and part of another
-    dtype: Any = jnp.float32  # of the queries
+    dtype: Any = jnp.float32  # dtype of the queries
     cache: Any = jnp.float32
     starts: str | None = None
     sinks: bool = False
-    v_dim: int | None = None  # of rows that hold keys and values: a latent cache of H columns, or
-    row: int | None = None  # so many columns, the keys in the last H of them
+    v_dim: int | None = None  # columns of the values, if rows of the cache hold keys and values
+    row: int | None = None  # columns of such a row (the last H are the keys); latent cache: H
 
     def __str__(self):
         options = (f"from-{self.starts}" if self.starts else "", "sinks" if self.sinks else "")
@@ -89,18 +89,18 @@ class Case(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    arrays: dict[str, Any]  # arguments of the public function, with junk wherever it may lie
+    arrays: dict[str, Any]  # arguments of the public function, with junk that it must not read
     scale: float
     v_dim: int | None
-    o: np.ndarray  # the oracle's
+    o: np.ndarray  # from the oracle
     lse: np.ndarray
 
 
 @functools.cache
 def make(case, lengths, seed=0):
-    """One slot per length. Past its length it holds NaN, and in int8 the largest numbers with
-    scales of NaN. Rows of int8 that hold values beside keys have two scales, those of a latent
-    cache one."""
+    """Makes one slot per length. Past its length, a slot holds NaN, or in int8 the largest numbers
+    with scales of NaN. An int8 row that holds values beside keys has two scales; a row of a latent
+    cache has one."""
     rng = np.random.default_rng(seed)
     H, K, G, T, S = case[:5]
     B, N, Hv = len(lengths), K * G, H if T >= 16 else H - 3  # values narrower than keys
@@ -141,7 +141,7 @@ def make(case, lengths, seed=0):
     if case.sinks:
         arrays["sinks_N"] = rng.normal(1.0, 2.0, N).astype(np.float32)
     arrays["lengths_B"] = lengths
-    scale = 1.7 * H**-0.5  # sharper than usual, and not what a default would be
+    scale = 1.7 * H**-0.5  # sharper than usual, and no likely default
     options = dict(k_scale=k_scale, v_scale=v_scale, sinks=arrays.get("sinks_N"), scale=scale)
     o, lse = oracle(arrays["q_BTNH"], k, v, lengths, starts, **options)
     return Inputs(arrays, scale, case.v_dim, o, lse)
@@ -160,7 +160,7 @@ def decode(inputs, implementation, **arrays):
 
 
 def prefill(inputs, implementation, starts=None):
-    """`starts` is the case's."""
+    """Calls prefill_attention with the window and the chunk that `starts` of the case means."""
     arrays = dict(v_BKSH=None) | inputs.arrays
     arrays.pop("starts", None)
     options = dict(scale=inputs.scale, v_dim=inputs.v_dim, implementation=implementation)
@@ -169,7 +169,7 @@ def prefill(inputs, implementation, starts=None):
 
 
 def allowed(starts):
-    """The window and the chunk that a case's starts mean."""
+    """Returns the options `window` and `chunk` that `starts` of a case means."""
     words = (starts or "").split(" and ")
     return {x: size for x, size in (("window", WINDOW), ("chunk", CHUNK)) if x in words}
 
@@ -179,7 +179,7 @@ def bound(case):
 
 
 def assert_lse(got, want, what=""):
-    """Equal, and -inf exactly where it should be."""
+    """Asserts that the log-sum-exps agree, and are -inf exactly where they should be."""
     assert got.dtype == jnp.float32 and got.shape == want.shape
     nothing = np.isneginf(want)
     assert np.isneginf(got[nothing]).all(), f"{what}: rows that saw nothing have {got[nothing]}"
@@ -191,7 +191,7 @@ def assert_lse(got, want, what=""):
 
 F32, BF16, INT8, FP8 = jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn
 LENGTHS = (0, 1, 3, 9, 128, 129, 150)
-DECODE_CASES = [  # every value of each column, and the pairs that share code
+DECODE_CASES = [  # every value of each field, and the pairs of fields that share code
     Case(40, 3, 1, 1),
     Case(64, 2, 3, 2, starts="slot"),
     Case(80, 2, 4, 5, starts="window"),
@@ -222,7 +222,7 @@ def test_decode_attention_computes_the_formula_whatever_lies_past_the_lengths(ca
     assert o.dtype == case.dtype and not np.asarray(o[0]).any()
     assert_close(o, inputs.o, **bound(case), what=f"{case} {implementation}")
     assert_lse(lse, inputs.lse, f"{case} {implementation}")
-    assert np.isneginf(lse[0]).all() != case.sinks  # row 0 is empty
+    assert np.isneginf(lse[0]).all() != case.sinks  # slot 0 is empty
 
 
 @pytest.mark.parametrize("implementation", BOTH)
@@ -262,8 +262,8 @@ SPLIT_CASES = [
 
 
 def split(arrays, parts):
-    """Each part of the cache as slots of its own, with the lengths and starts that its device has:
-    not clipped. A sink is a part, too."""
+    """Returns the parts of a cache, each as slots of its own. They have the lengths and starts that
+    their devices would have, which are not clipped. (`merge` adds the sinks as one more part.)"""
     (B, _, S), lengths = arrays["k_BKSH"].shape[:3], arrays["lengths_B"]
     offsets = np.repeat(np.arange(parts) * S // parts, B).astype(np.int32)
 
@@ -299,7 +299,7 @@ def unsplit(case):
 def test_parts_of_a_cache_with_lengths_below_0_and_above_them_merge_to_the_whole(
     case, implementation, parts
 ):
-    """Some parts hold nothing but NaN, and some queries see nothing in a part that is filled."""
+    """Some parts hold only NaN, and some queries see nothing of a part that is filled."""
     inputs = make(case, SPLIT_LENGTHS)
     arrays = split(inputs.arrays, parts)
     o, lse = decode(inputs._replace(arrays=arrays), implementation)
@@ -307,7 +307,7 @@ def test_parts_of_a_cache_with_lengths_below_0_and_above_them_merge_to_the_whole
     o, lse = merge(o, lse, parts, inputs.arrays.get("sinks_N"))
     assert_close(o, inputs.o, atol=F32_ATOL)
     assert_lse(lse, inputs.lse)
-    assert_close(o, unsplit(case)[0], rtol=1e-6)  # reached: 6e-7, by the reference itself 4e-7
+    assert_close(o, unsplit(case)[0], rtol=1e-6)  # measured: 6e-7; the reference: 4e-7
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
@@ -353,11 +353,11 @@ PREFILL_CASES = {  # lengths: full, ragged, empty, shorter than T, and past the 
 }
 
 
-PREFILL_RUNS = [  # None has a path of its own for queries of bf16
+PREFILL_RUNS = [  # on CPU "auto" has a path of its own for queries of bf16 alone
     (case, implementation)
     for case in PREFILL_CASES
     for implementation in PREFILL_IMPLEMENTATIONS
-    if implementation or case.dtype == BF16
+    if implementation != "auto" or case.dtype == BF16
 ]
 
 
@@ -376,7 +376,7 @@ def test_prefill_attention_computes_the_formula_whatever_lies_past_the_lengths(
 
 @pytest.mark.parametrize("starts, untouched", [("window", [512, 512, 0]), ("chunk", [512, 512, 0])])
 def test_splash_touches_no_block_that_every_window_or_chunk_leaves_out(starts, untouched):
-    """Their values are NaN here, and 0 * NaN is NaN; the others are still the right ones."""
+    """The values of such blocks are NaN here, and 0 * NaN is NaN. The outputs are still right."""
     S, lengths = 1024, (1024, 700, 300)
     inputs = make(Case(64, 1, 2, 33, S=S, starts=starts), lengths)
     before_BS = np.arange(S) < np.array(untouched)[:, None]
@@ -407,7 +407,7 @@ def test_the_sizes_of_blocks_change_nothing(block, query_block):
     assert_lse(lse, inputs.lse)
 
 
-READS = {  # T: lengths, what says the first position, and per 16 queries the blocks of 32 read
+READS = {  # by T: lengths, the first position or its options, the blocks of 32 read per 16 queries
     1: [
         ((0, 0), 0, [[]]),
         ((1, 0), 0, [[0]]),
@@ -434,7 +434,7 @@ def test_the_blocked_implementation_reads_the_filled_and_visible_blocks_alone(T,
     slice_in_dim, seen, S = lax.dynamic_slice_in_dim, [], 150
 
     def watched(x, start_index, slice_size, axis):
-        if slice_size == 32:  # of the cache; a block of queries is one of 3 or 48 rows
+        if slice_size == 32:  # from the cache: blocks of queries have 3 or 48 rows
             assert x.shape[2] == S and axis == 2
             jax.debug.callback(lambda at: seen.append(int(at)), start_index, ordered=True)
         return slice_in_dim(x, start_index, slice_size, axis)
@@ -462,7 +462,7 @@ def test_the_blocked_implementation_reads_the_filled_and_visible_blocks_alone(T,
 def test_from_the_call_down_to_a_step_of_the_softmax_are_three_functions(
     call, implementation, dtype, monkeypatch
 ):
-    """So that who debugs on a CPU sees little else: dispatch chooses, and stands not in between."""
+    """Whoever debugs on a CPU steps through little else: dispatch adds no frame to the stack."""
     step, paths = module.online_softmax, []
 
     def watched(*args):
@@ -478,7 +478,7 @@ def test_from_the_call_down_to_a_step_of_the_softmax_are_three_functions(
 
 
 def intermediates(jaxpr):
-    """Shape and dtype of everything that a program computes, inner programs included."""
+    """Yields the shape and dtype of everything that a program and its inner programs compute."""
     for eqn in jaxpr.eqns:
         yield from ((v.aval.shape, v.aval.dtype) for v in eqn.outvars)
         for inner in jax.tree.leaves(
@@ -493,7 +493,7 @@ HLO_DTYPES = dict(f32=4, bf16=2, s8=1, s32=4, pred=1)
 
 
 def compiled_arrays(text):
-    """The same of an optimised program."""
+    """Yields the same for an optimised program."""
     for name, dims in re.findall(r"\b(f32|bf16|s8|s32|pred)\[([\d,]+)\]", text):
         yield tuple(map(int, dims.split(","))), name
 
@@ -517,7 +517,7 @@ def lower(attend, dtype, T, S, implementation):
 
 
 def wasteful(arrays, T, S):
-    """Those of float32 as large as a cache, and those as large as all scores of a head."""
+    """Returns the float32 arrays as large as a cache, and arrays as large as a head's scores."""
     cache = size((S, 80))
     return {
         (shape, str(d))
@@ -526,7 +526,8 @@ def wasteful(arrays, T, S):
     }
 
 
-# 3251 * 80 is more than 1030 queries and their padding, and less than 1030 * 2 * 128 scores.
+# A cache of 3251 * 80 is larger than 1030 queries with padding, and smaller than 1030 * 2 * 128
+# scores.
 S_LONG = 3251
 WASTE = pytest.mark.parametrize(
     "attend, T", [(ragged_decode_attention, 1), (prefill_attention, 1030)]
@@ -545,7 +546,7 @@ def test_the_blocked_implementation_makes_no_matrix_of_scores_and_no_wide_cache(
 
 @WASTE
 def test_the_compiled_blocked_implementation_makes_none_either(attend, T):
-    """Of int8: a bf16 cache is widened as a whole by the CPU's compiler of jax 0.10."""
+    """The cache is int8, because jax 0.10's compiler for CPU widens a whole bf16 cache."""
     compiled = lower(attend, INT8, T, S_LONG, "blocked").lower().compile()
     assert not wasteful(compiled_arrays(compiled.as_text()), T, S_LONG)
 
@@ -554,7 +555,7 @@ def test_the_compiled_blocked_implementation_makes_none_either(attend, T):
     "case", [Case(64, 2, 3, 5, dtype=BF16, cache=c) for c in (BF16, INT8)], ids=str
 )
 def test_the_blocked_implementation_in_bf16_throughout_stays_near_the_formula(case):
-    """Accelerators take it without the cast to float32 that a CPU needs."""
+    """Accelerators run it without the cast to float32 that a CPU needs."""
     inputs = make(case, LENGTHS)
     o, _ = blocked(inputs, block=32)
     assert o.dtype == BF16
@@ -573,7 +574,7 @@ MESH_RUNS = [
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("attend, implementation", MESH_RUNS)
 def test_heads_split_over_eight_devices_give_the_same(attend, implementation):
-    """Under the check of replication, which a Pallas call cannot pass."""
+    """All but "tpu" run under shard_map's check of replication, which a Pallas call cannot pass."""
     T = 16 if attend is prefill else 5
     case = Case(40, 4, 3, T, S=150, cache=INT8, starts="window", sinks=True)
     inputs = make(case, (150, 33, 0, 77))
@@ -605,7 +606,8 @@ def test_heads_split_over_eight_devices_give_the_same(attend, implementation):
 
 @pytest.mark.parametrize("name", ["q_BTNH", "k_BKSH", "v_BKSH", "sinks_N"])
 def test_gradients_of_the_reference_match_finite_differences_of_the_formula(name):
-    """Along a random direction of one argument, with an empty slot and NaN past the lengths."""
+    """The difference is along a random direction of one argument. One slot is empty, and the cache
+    holds NaN past the lengths."""
     inputs = make(Case(40, 2, 3, 5, S=30, starts="window", sinks=True), (30, 0, 3, 17))
     names = ("q_BTNH", "k_BKSH", "v_BKSH", "lengths_B", "starts", "sinks_N")
     arrays = {x: inputs.arrays[x] for x in names}
@@ -648,7 +650,7 @@ def test_values_and_columns_of_keys_as_values_are_one_or_the_other():
 
 
 def small(**changes):
-    """NumPy arrays of two slots, five and sixteen positions full."""
+    """Returns numpy arrays of two slots, with 5 and 16 positions filled."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal(x, np.float32) for x in ((2, 1, 4, 8), *[(2, 2, 16, 8)] * 2))
     lengths = np.array([5, 16], np.int32)

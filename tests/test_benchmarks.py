@@ -1,4 +1,4 @@
-"""The benchmarks run, on the embedded model, and say what they promise; speed is not tested."""
+"""The benchmarks run on the embedded model and report what they promise. Speed is not tested."""
 
 import importlib
 import json
@@ -30,7 +30,7 @@ class Tree(NamedTuple):
     embed: Any
     head: Any
     experts: Stack
-    by_head: Any  # three axes, and no experts
+    by_head: Any  # three axes, but not a stack of experts
 
 
 ROOT = Path(__file__).parent.parent
@@ -95,7 +95,7 @@ def test_a_mistake_is_one_line(tmp_path):
 
 
 def test_a_step_reads_the_experts_that_some_token_chose_and_not_the_table_beside_a_head():
-    """Of 4 experts 2 tokens that choose one each read 7 in 16."""
+    """Two tokens that choose one of 4 experts each read 7/16 of the experts."""
     share = experts_read(SimpleNamespace(num_experts_per_tok=1), 2)
     assert share(4) == pytest.approx(7 / 16) and experts_read(SimpleNamespace(), 2)(4) == 0
     stack = Stack(jnp.ones((4, 2, 2)))
@@ -126,7 +126,7 @@ def test_loading_is_measured_beside_reading_the_files():
     done = run("load", "deepseek_r1", "--shape", shape, "--layers", 2)
     assert done.returncode == 0, done.stderr
     speed, memory = done.stdout.splitlines()
-    assert re.fullmatch(r"0\.00 GB in [\d.]+ s: \d+% of reading the file at [\d.]+ GB/s", speed)
+    assert re.fullmatch(r"0\.00 GB in [\d.]+ s: \d+% of the file's read speed, [\d.]+ GB/s", speed)
     assert re.fullmatch(r"memory beyond 0\.00 GB of arrays: -?\d+ MiB", memory)
 
 
@@ -196,4 +196,4 @@ def test_a_wrong_kernel_is_said_to_be_wrong():
 def test_without_a_gpu_the_command_says_so(tmp_path):
     done = run("gpu", "--json", tmp_path / "gpu.json")
     assert done.returncode == 2
-    assert done.stderr == "error: JAX finds no GPU here but cpu: try --tiny, which needs none\n"
+    assert done.stderr == "error: JAX finds no GPU, only cpu: try --tiny, which needs no GPU\n"

@@ -1,5 +1,5 @@
-"""Caches: what is written where, against loops of plain numpy; and a latent cache whose positions
-are split over devices, against one that is not."""
+"""Caches. Loops of plain numpy check what is written, and where. A latent cache whose positions are
+split over devices is compared with one that is not split."""
 
 import functools
 
@@ -27,8 +27,8 @@ def bits(x):
 
 
 def random_bits(rng, shape, dtype):
-    """Any numbers, half of them quiet NaN: with any payload in float32, with none in bfloat16,
-    which a CPU may move through float32."""
+    """Returns random numbers, half of them quiet NaN. In float32 a NaN has any payload. In bfloat16
+    it has none, because a CPU may move bfloat16 through float32."""
     x = rng.integers(0, np.iinfo(BITS[dtype]).max, shape, BITS[dtype], endpoint=True)
     if dtype == "int8":
         return x.view(np.int8)
@@ -41,27 +41,27 @@ def random_bits(rng, shape, dtype):
 
 
 def starts(T):
-    """[B], each so that T tokens lie before, across, inside or past the cache."""
+    """Draws starts [B] that put T tokens before, across, inside or past the cache."""
     edges = [INT32.min, INT32.max, -T, 1 - T, S - T, S - 1, S]
     start_B = st.lists(st.integers(-T - 2, S + 3) | st.sampled_from(edges), min_size=B, max_size=B)
     return start_B.map(lambda x: np.array(x, np.int32))
 
 
-PLACES = settings(max_examples=40, phases=[Phase.generate])  # a failure is small as it is
+PLACES = settings(max_examples=40, phases=[Phase.generate])  # failures are small without shrinking
 append = jax.jit(cache.append)
 APPENDS = pytest.mark.parametrize("T", [1, 4, S + 2])
 WIDTHS = pytest.mark.parametrize("H", [5, 128], ids=["rows", "apart"])
 
 
 def written(start_B, T):
-    """(row, token, position) of what lands inside."""
+    """Yields (row, token, position) of each token that lands inside the cache."""
     for b, t in np.ndindex(B, T):
         if 0 <= (s := int(start_B[b]) + t) < S:
             yield b, t, s
 
 
 def stored(rng, H, dtype):
-    """A cache of any bits."""
+    """Returns a cache of random bits."""
     scale = lambda: random_bits(rng, (B, K, S), "float32") if dtype == "int8" else None
     if H % 128:
         return RowCache(random_bits(rng, (B, K, S, 2 * H), dtype), scale(), scale())
@@ -70,7 +70,7 @@ def stored(rng, H, dtype):
 
 
 def keys_and_values(layer):
-    """Keys, values and their scales, in either form."""
+    """Returns keys, values and their scales, from a cache in either form."""
     if isinstance(layer, RowCache):
         v, k = np.split(np.asarray(layer.rows), 2, axis=-1)
         return k, v, layer.k_scale, layer.v_scale
@@ -127,7 +127,7 @@ def test_an_int8_cache_changes_at_the_positions_alone_and_gives_back_within_half
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("rest", [(), (6,)], ids=["scales", "rows"])
 def test_a_token_is_scattered_alike_in_the_form_that_a_tpu_takes(heads, rest):
-    """Which no test here would run otherwise."""
+    """No other test here runs that form."""
     rng = np.random.default_rng(0)
     old, new = (rng.standard_normal((B, heads, n, *rest)).astype(np.float32) for n in (S, 1))
     for at_B in ([0, S - 1, 3], [S, S + 4, 0], [2, S, 5]):
@@ -176,8 +176,8 @@ SPLITS = {"": {}, "2": {"tensor": 2}, "4": {"tensor": 4}, "2 x 2": {"expert": 2,
 
 
 def latent_steps(axes, dtype, T):
-    """Outputs of steps of T tokens that fill a cache of slots of different lengths, one of them
-    empty, with NaN wherever nothing was written."""
+    """Fills a cache in steps of T tokens, and returns the outputs of all steps. The slots have
+    different lengths, and one stays empty. The cache is NaN wherever nothing was written."""
     mesh, lengths = make_mesh(**axes), np.array([0, 3, 17, 29])
     rng = np.random.default_rng(0)
     tokens = rng.standard_normal((4, LATENT_S, C)).astype(np.float32)
@@ -199,7 +199,7 @@ def latent_steps(axes, dtype, T):
     layer = jax.tree.map(lambda x: x if x.dtype == jnp.int8 else jnp.full_like(x, jnp.nan), layer)
     out, step, slot = [], jax.jit(step), np.arange(4)[:, None]
     for first in range(0, lengths.max() + 1, T):
-        end_B = np.minimum(first + T, lengths)  # a slot that is full writes its last tokens again
+        end_B = np.minimum(first + T, lengths)  # a slot at its length writes its last tokens again
         at = np.clip(end_B[:, None] - T + np.arange(T), 0, None)
         layer, o = step(layer, tokens[slot, at], queries[slot, at], end_B)
         out.append(np.asarray(o))

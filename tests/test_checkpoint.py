@@ -1,4 +1,4 @@
-"""Checkpoints come from safetensors' own writer; what is loaded is compared with plain numpy."""
+"""safetensors' own writer makes the checkpoints. Loaded weights are compared with plain numpy."""
 
 import io
 import json
@@ -51,7 +51,8 @@ class Weights(NamedTuple):
 
 
 def head_blocks(shards):
-    """The heads in reverse, dealt out to the shards, with a head of zeros where one has too few."""
+    """Returns the heads in reverse, dealt out to the shards. A shard that has too few gets a head
+    of zeros (-1)."""
     return tuple(
         N - 1 - i if i < N else -1
         for i in np.arange(round_up(N, shards)).reshape(-1, shards).T.ravel()
@@ -102,7 +103,7 @@ def stored_tensors(dtype=np.float32):
 
 
 def dense(stored, order, shape):
-    """Moved block by block, then padded with zeros at the end of each axis."""
+    """Reorders the blocks of a stored array, then pads each axis with zeros at the end."""
     if order is not None:
         blocks = np.split(stored, stored.shape[order.axis] // order.size, order.axis)
         stored = np.concatenate(
@@ -132,7 +133,7 @@ def load(directory, mesh=None, dtype=np.float32, config=UNTIED, model=MODEL_FILE
 
 
 def write_sharded(directory, tensors):
-    """The tensors dealt out to files by turns, with an index; returns the index."""
+    """Writes the tensors to several files in turn, and an index. Returns the index."""
     files = ("weights-a.safetensors", "b of many.safetensors", "ZZ.safetensors")
     weight_map = {name: files[i % len(files)] for i, name in enumerate(tensors)}
     for file in files:
@@ -217,7 +218,8 @@ class Halves(NamedTuple):
 
 
 def halves_of(config, shards=Shards()):  # noqa: B008
-    """Two weights from one stored tensor: of each of 3 heads its first 2 rows, and its last 4."""
+    """Declares two weights from one stored tensor: the first 2 rows of each of 3 heads, and the
+    last 4."""
     return Halves(matrix((3 * 2, D), P(MODEL, None)), matrix((3 * 4, D), P(MODEL, None)))
 
 
@@ -366,7 +368,7 @@ def test_a_layout_that_would_lose_or_invent_numbers_is_refused(stored, padded, o
 
 @pytest.fixture
 def reads(monkeypatch):
-    """(offset, bytes) of every read of data."""
+    """Records (offset, bytes) of every read of data."""
     ranges, read_into = [], reading.read_into
 
     def record(file, offset, out):
@@ -464,9 +466,9 @@ print(json.dumps(dict(checkpoint=50 * SIZE, arrays=arrays, overhead=peak - befor
 
 
 def child(code, *arguments, devices):
-    """A Python process that runs `code` with CPU devices of its own; its output is piped."""
+    """Starts a Python process that runs `code` with its own CPU devices, and pipes its output."""
     flags = f"--xla_force_host_platform_device_count={devices}"
-    # So that malloc gives large arrays back at once: what it keeps is 30 to 90 MB, by chance.
+    # Makes malloc return large arrays at once. Otherwise it keeps 30 to 90 MB, by chance.
     malloc = {"MALLOC_MMAP_THRESHOLD_": "131072"}
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
@@ -479,7 +481,7 @@ def child(code, *arguments, devices):
 
 @pytest.mark.one_in(3)
 @pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak in /proc"
+    not Path("/proc/self/clear_refs").exists(), reason="only Linux reports the peak in /proc"
 )
 @pytest.mark.parametrize(
     ("stored", "dtype", "storage", "eager"),
@@ -495,7 +497,8 @@ def child(code, *arguments, devices):
 def test_host_memory_is_the_arrays_and_a_constant_however_large_the_checkpoint(
     tmp_path, stored, dtype, storage, eager
 ):
-    """On CPU the arrays are host memory as well. An eager reader shows that the measure tells."""
+    """On CPU the arrays are host memory, too. The eager reader must exceed the bound, which shows
+    that the measurement works."""
     arguments = map(json.dumps, (stored, dtype, storage, eager))
     result = json.loads(child(MEMORY, tmp_path, *arguments, devices=1).communicate(timeout=120)[0])
     print(result)
@@ -610,7 +613,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_not_a_crash(checkp
     refused(ValueError, f"{file} became shorter", load, checkpoint)
 
 
-# ---- numbers that are none
+# ---- numbers that are not finite
 
 BAD = {
     "NaN": np.nan,
@@ -631,7 +634,7 @@ def test_a_number_that_is_not_finite_is_refused_by_the_name_of_its_tensor(
     file = tmp_path / "model.safetensors"
     save_file(tensors, file)
     what = f"{file}: {name} holds NaN or infinity; download it again, or run it as it is with"
-    for kind in (dtype, np.float32):  # read straight into its place, and cast on the way
+    for kind in (dtype, np.float32):  # read in place, and cast while reading
         refused(ValueError, what, load, tmp_path, dtype=kind)
     weights = load(tmp_path, allow_nonfinite=True)
     assert sum(not np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(weights)) == 1

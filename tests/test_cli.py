@@ -1,4 +1,4 @@
-"""The command line, as a subprocess where it matters, and every refusal of bad input."""
+"""The command line, in a subprocess if that matters, and the errors that it gives for bad input."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def records(done):
 
 @pytest.fixture
 def instruct(tmp_path):
-    """The embedded model with a chat template."""
+    """The path of a copy of the embedded model with a chat template."""
     shutil.copytree(EMBEDDED, tmp_path / "instruct")
     file = tmp_path / "instruct" / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATE}))
@@ -152,7 +152,7 @@ def test_on_cpu_a_run_does_not_wait_for_the_kernels_of_other_platforms():
 
 @pytest.mark.full
 def test_a_profile_is_written_by_a_user_who_has_set_nothing(tmp_path):
-    """libtpu comes with the tests; where there is no TPU it must stay silent, and not crash."""
+    """libtpu is installed with the tests. Without a TPU, it must stay silent and not crash."""
     set_here = ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY")
     done = subprocess.run(
         [sys.executable, "-m", "llama3.main", "--max-new-tokens", "4", "--profile", str(tmp_path)],
@@ -349,7 +349,7 @@ def test_an_empty_line_stands_between_answers(run):
 
 
 def test_it_is_said_that_a_slot_was_full_or_that_slots_stay_empty(run):
-    """But not that --max-new-tokens ended a reply."""
+    """It is not said that --max-new-tokens ended a reply."""
     done = run("--prompt", "KING.", "--max-len", "9", "--slots", "3", "--max-new-tokens", "99")
     assert done.stderr.splitlines()[:-1] == [
         "[3 slots for 1 prompt: empty slots are computed too, fewer are faster]",
@@ -377,9 +377,9 @@ def test_a_config_of_impossible_sizes_gets_one_line(name, size, capsys, monkeypa
     file = tmp_path / "shape.json"
     file.write_text(json.dumps({**config, name: size}))
     if (name, size) in [("max_position_embeddings", 10**12), ("max_position_embeddings", 10**30)]:
-        return  # which asks for nothing
+        return  # nothing is allocated for this limit, so it is accepted
     if (name, size) in [("head_dim", None), ("num_key_value_heads", None)]:
-        return  # which say that other fields decide
+        return  # None means that other fields decide
     began = time.monotonic()
     with pytest.raises(SystemExit) as stop:
         cli.main(model, ["--no-compile-cache", "--random", "--ckpt", str(file), "--prompt", "x"])

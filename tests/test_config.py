@@ -1,5 +1,5 @@
-"""A config.json is computed as transformers 5.23 computes it, or refused in one line that names the
-key. Each table holds what some earlier version of the reader got wrong."""
+"""A config.json means what it means to transformers 5.23, or it is refused in one line that names
+the key. Each table holds cases that some earlier version of the reader got wrong."""
 
 import json
 from typing import Any
@@ -26,7 +26,7 @@ def read(family: str, hf: dict[str, Any]) -> Any:
 
 
 def refused(family: str, hf: dict[str, Any]) -> str:
-    """The message, which is one line that a terminal shows whole."""
+    """Returns the message, which must be one line that a terminal shows whole."""
     with pytest.raises(ValueError) as error:
         read(family, hf)
     message = str(error.value)
@@ -37,7 +37,7 @@ def refused(family: str, hf: dict[str, Any]) -> str:
 @pytest.mark.parametrize("key", ["is_causal", "tie_word_embeddings", "is_encoder_decoder"])
 @pytest.mark.parametrize("family", VARIANTS)
 def test_null_is_not_the_default(family, key):
-    """To transformers is_causal=null means that tokens see those after them."""
+    """To transformers, is_causal=null means that tokens see those after them."""
     assert f"{key}=None" in refused(family, changed(family, **{key: None}))
 
 
@@ -59,7 +59,7 @@ def test_a_null_of_one_family_is_not_the_default(family, key):
 
 
 def test_null_stays_what_it_means():
-    """In the settings for which transformers gives it a meaning."""
+    """It is read in the settings for which transformers gives it a meaning."""
     assert read("gpt2", changed("gpt2", n_inner=None)).intermediate_size == 4 * 42
     assert read("llama3", changed("llama3", head_dim=None, num_key_value_heads=None))[5:7] == (9, 6)
     assert read("qwen3", changed("qwen3", num_key_value_heads=None)).num_key_value_heads == 8
@@ -84,12 +84,12 @@ def test_null_stays_what_it_means():
 )
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
 def test_rope_settings_that_transformers_cannot_read_are_refused(family, rope, named):
-    """Or that it reads in another way: truncate=null is false to it."""
+    """So are those that it reads in another way: to it, truncate=null means false."""
     assert named in refused(family, changed(family, **rope))
 
 
 def test_experts_per_token_only_repeats():
-    """transformers goes by num_experts_per_tok alone, and where it is missing by 4."""
+    """transformers reads only num_experts_per_tok, and assumes 4 if it is missing."""
     hf = changed("gpt_oss", experts_per_token=3)
     assert read("gpt_oss", hf) == read("gpt_oss", changed("gpt_oss"))
     assert "has no num_experts_per_tok" in refused("gpt_oss", without(hf, "num_experts_per_tok"))
@@ -117,7 +117,7 @@ def test_qwen3_refuses_layer_types_of_other_layers(variant, kinds):
 
 
 def test_layer_types_lift_a_window_of_dense_models_alone():
-    """A mixture of experts slides in all layers, whatever they are called."""
+    """In a mixture of experts all layers slide, whatever layer_types says."""
     window = dict(use_sliding_window=True, sliding_window=8, max_window_layers=0)
     window |= dict(layer_types=["full_attention"] * 3)
     assert read("qwen3", changed("qwen3", **window)) == read("qwen3", changed("qwen3"))
@@ -131,7 +131,7 @@ def test_layer_types_lift_a_window_of_dense_models_alone():
         FP8 | dict(fmt="e4m3"),
         FP8 | dict(modules_to_not_convert=None),
         FP8 | dict(modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate"]),
-        # as transformers 5.23 writes it
+        # the spelling of transformers 5.23
         FP8
         | dict(dequantize=False, expert_dtype="fp8", modules_to_convert=None, scale_fmt="float"),
     ],
@@ -165,7 +165,7 @@ def test_published_configs_with_the_keys_that_tools_leave_are_read():
     for family in VARIANTS:
         for hf in published_sizes(model_of(family)).values():
             assert read(family, hf | left) == read(family, hf)
-    # of the first LLaMA, in place of max_position_embeddings
+    # The first LLaMA has this key in place of max_position_embeddings.
     hf = changed("llama3", max_position_embeddings=ABSENT, max_sequence_length=2048)
     assert read("llama3", hf).max_position_embeddings == 2048
     mxfp4 = dict(quant_method="mxfp4", dequantize=False)
@@ -198,7 +198,7 @@ def attempt(family: str, hf: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama3"])
 def test_a_window_is_refused_where_no_layer_has_one(family):
-    """As in Mistral, whose other keys are those of Llama."""
+    """Mistral has one, and its other keys are those of Llama."""
     assert "sliding_window=4096" in refused(family, changed(family, sliding_window=4096))
 
 

@@ -1,5 +1,5 @@
-"""The TPU kernel of ragged decode attention: interpreted it computes the formula, and compiled for
-each TPU it copies no cache."""
+"""The TPU kernel of ragged decode attention. When interpreted, it computes the formula; when
+compiled for each TPU, it copies no cache."""
 
 import functools
 import math
@@ -54,7 +54,7 @@ from common.sharding import DATA, MODEL, make_mesh
 
 CACHE = ("k_BKSH", "v_BKSH")
 KERNEL = 'custom_call_target="tpu_custom_call"'
-STRICT = pltpu.InterpretParams(detect_races=True)  # memory begins as NaN, copies end at their wait
+STRICT = pltpu.InterpretParams(detect_races=True)  # memory starts as NaN, copies end when awaited
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def _fresh_interpreter():
 
 
 def attend(inputs, interpret=True, sizes=None, **arrays):
-    """The kernel itself, on what `make` gave."""
+    """Calls the kernel itself, on inputs from `make`."""
     arrays = dict(v_BKSH=None) | inputs.arrays | arrays
     B, T = arrays["q_BTNH"].shape[:2]
     starts = jnp.asarray(arrays.pop("starts", np.zeros(B, np.int32)))
@@ -118,7 +118,7 @@ def test_it_reads_no_memory_that_nothing_was_copied_to_and_waits_for_every_copy(
 
 
 def test_neither_do_parts_of_a_cache_with_lengths_below_0_and_above_them(capfd):
-    """Where some parts hold nothing but NaN; in blocks of 128, of which parts of 256 have two."""
+    """Some parts hold only NaN. Blocks have 128 positions, so each part of 256 has two."""
     case = Case(40, 2, 2, 3, S=512, cache=INT8, v_dim=40, row=80, starts="window")
     inputs = make(case, (0, 1, 127, 128, 129, 257, 385, 511, 512))
     arrays = split(inputs.arrays, 2)
@@ -139,7 +139,7 @@ def test_the_sizes_of_blocks_and_ring_change_nothing(blocks):
 
 
 def test_windows_and_lengths_may_end_on_either_side_of_a_block():
-    """One query of each slot's two sees from `start` on, the other one from 0."""
+    """Each slot has two queries: one sees positions from `start` on, the other from 0 on."""
     case, edges = Case(40, 1, 2, 2, S=384), (127, 128, 129)
     ends, windows = (x.ravel() for x in np.meshgrid((*edges, 255, 256, 257), (0, 1, *edges)))
     inputs, starts = make(case, tuple(ends)), np.stack([windows, 0 * windows], 1).astype(np.int32)
@@ -168,13 +168,13 @@ def test_from_one_to_eight_queries_see_what_stands_before_them(T):
     ids=str,
 )
 def test_the_public_function_interprets_the_kernel_where_there_is_no_tpu(case):
-    """In blocks of its own choice: 512 of 640 positions, and all of 77."""
+    """It chooses the blocks itself: 512 of 640 positions, and all of 77."""
     inputs = make(case, (0, 77, 3, *((640, 520, 512) if case.S == 640 else ())))
     check(case, inputs, *decode(inputs, "tpu"))
 
 
 def test_a_batch_of_empty_slots_gives_zeros():
-    """Whose caches are NaN throughout."""
+    """Their caches are NaN throughout."""
     o, lse = attend(make(Case(40, 2, 3, 2, S=256), (0, 0)), STRICT)
     assert not np.asarray(o).any() and np.isneginf(lse).all()
 
@@ -211,7 +211,7 @@ def test_heads_and_slots_split_over_eight_devices_give_the_same():
 
 
 def visible_blocks(lengths, starts, S, block):
-    """Slot and number of each block with a position that some query sees."""
+    """Returns the slot and the number of each block with a position that some query sees."""
     return [
         (b, j)
         for b, (length, row) in enumerate(zip(lengths, starts, strict=True))
@@ -226,7 +226,7 @@ def visible_blocks(lengths, starts, S, block):
     st.sampled_from([(64, 8), (64, 64), (60, 16), (64, 24)]),
 )
 def test_each_visible_block_is_listed_once_and_no_other(lengths, starts, sizes):
-    """Lengths beyond the capacity, empty slots, windows that begin behind the length."""
+    """Includes lengths beyond the capacity, empty slots, and windows that begin past the length."""
     listed = list_blocks(jnp.array(lengths), jnp.array(starts), *sizes)
     slot, begin_B, first_B = map(np.asarray, listed)
     slots = slot[: begin_B[-1]]
@@ -237,7 +237,7 @@ def test_each_visible_block_is_listed_once_and_no_other(lengths, starts, sizes):
 
 
 def test_the_kernel_copies_the_listed_blocks_and_each_once(monkeypatch):
-    """The last block of a capacity that blocks do not divide begins early."""
+    """Blocks do not divide the capacity here, so the last block begins early."""
     case, sizes, copied = Case(64, 2, 3, 2, S=384, starts="slot"), RingSizes(256, 3), []
     inputs, copy = make(case, LENGTHS), pltpu.make_async_copy
 
@@ -257,7 +257,7 @@ def test_the_kernel_copies_the_listed_blocks_and_each_once(monkeypatch):
     starts = np.broadcast_to(inputs.arrays["starts"][:, None], (len(LENGTHS), case.T))
     visible = visible_blocks(LENGTHS, starts, case.S, sizes.block)
     want = [(b, min(j * sizes.block, case.S - sizes.block)) for b, j in visible]
-    assert sorted(copied) == sorted([*want, *want]) and want  # of keys, and of values
+    assert sorted(copied) == sorted([*want, *want]) and want  # for keys, and for values
 
 
 # ---- compiled
@@ -283,8 +283,8 @@ def one_device(topology):
 
 
 def shapes_of(H, dtype, sharding, B=16, S=2048, packed=False):
-    """A model's: 8 key/value heads with 4 queries each, or one latent one with 64; or packed, 2
-    heads with 8 queries each, whose rows are [value | key]."""
+    """Returns shapes like a model's: 8 key/value heads with 4 query heads each, or one latent head
+    with 64. If packed: 2 heads with 8 query heads each, whose rows are [value | key]."""
     latent = H == 576
     K, G = (1, 64) if latent else (2, 8) if packed else (8, 4)
 
@@ -313,8 +313,8 @@ def compiled(topology, *args, **options):
 
 
 def assert_no_copies(program, arrays):
-    """Temporaries are less than the smallest array of the cache; reached: none at all, or the
-    padded queries of packed rows, 98 KB."""
+    """Asserts that temporaries are smaller than the smallest array of the cache. Measured: none, or
+    98 KB of padded queries with packed rows."""
     assert program.as_text().count(KERNEL) == 1
     smallest = min(
         math.prod(x.shape) * x.dtype.itemsize for n, x in arrays.items() if x and "K" in n

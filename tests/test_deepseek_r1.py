@@ -1,5 +1,5 @@
-"""What is special in DeepSeek: two forms of one attention, a cache split along its positions, which
-configs are refused, and the layer that drafts."""
+"""What is special about DeepSeek: two forms of one attention, a cache split along its positions,
+the configs that are refused, and the MTP layer, which drafts tokens."""
 
 import functools
 
@@ -38,8 +38,8 @@ SPLITS = ("expert=2,tensor=2", "tensor=4", "tensor=2", "")
 @pytest.mark.parametrize("few", [0, 64], ids=["expanded", "absorbed"])
 @pytest.mark.parametrize("axes", SPLITS)
 def test_absorbed_attention_equals_expanded_attention(axes, few, monkeypatch):
-    """Whole prompts are read in the one form and their tokens decoded in the other, and then both
-    in the same: in all four cases the logits are those of transformers."""
+    """Each form computes whole prompts, and single tokens. In all four cases the logits are those
+    of transformers."""
     engine, variant = load("deepseek_r1", "yarn", axes), "yarn"
     monkeypatch.setattr(model, "FEW_QUERIES", few)
     jax.clear_caches()
@@ -53,7 +53,7 @@ def test_absorbed_attention_equals_expanded_attention(axes, few, monkeypatch):
 def test_a_latent_cache_holds_one_row_a_position_split_over_tensor_alone(dtype):
     engine = load("deepseek_r1", "yarn", "data=2,expert=2,tensor=2")
     state = init_state(engine, 4, 30, dtype)
-    for layer in state.cache:  # of 20 and 12 numbers, in the 128 that a TPU stores
+    for layer in state.cache:  # a row has 20 + 12 numbers, in the 128 that a TPU stores
         assert layer.rows.shape == (4, 1, 30, 128) and layer.rows.dtype == dtype
         assert layer.rows.addressable_shards[0].data.shape == (2, 1, 15, 128)
         assert (layer.k_scale is None) == (dtype != jnp.int8) and layer.v_scale is None
@@ -65,7 +65,7 @@ def test_a_cache_of_fp8_stays_near_float32():
     engine = load("deepseek_r1", "v2")
     want = np.concatenate([prompt.logits for prompt in goldens("deepseek_r1", "v2")])
     got = np.concatenate(stepwise_logits(engine, jnp.float8_e4m3fn))
-    assert_close(got, want, rms=0.14)  # reached: 0.125
+    assert_close(got, want, rms=0.14)  # measured: 0.125
 
 
 # ---- weights
@@ -144,19 +144,19 @@ def test_the_scales_of_v3_1_are_taken():
 
 
 def test_the_published_scales_of_yarn():
-    """R1: cos and sin as they are, and the softmax 1.87 times sharper; V2: 1.59 times."""
+    """Cos and sin are not scaled. The softmax is 1.87 times sharper for R1, 1.59 times for V2."""
     for name, factor, sharper in (("deepseek-r1", 1.0, 1.8738), ("deepseek-v2", 1.0, 1.5897)):
         config = model.config_from_hf(SHAPES[name])
         assert model.attention_factor(config.rope_scaling) == factor
         assert abs(model.softmax_scale(config) * 192**0.5 - sharper) < 1e-4
 
 
-# ---- the layer that drafts
+# ---- the MTP layer, which drafts tokens
 
 
 @functools.cache
 def drafting(axes="", dtype="float32"):
-    """The fixture with its layer that drafts."""
+    """Loads the fixture with its MTP layer."""
     mesh, directory = make_mesh(**parse_mesh(axes)), FIXTURES / "deepseek_r1" / "fp8"
     config = mtp.config_from_hf(hf_config("deepseek_r1", "fp8"))
     weights = checkpoint.load_weights(directory, mtp, config, mesh, dtype)
@@ -230,7 +230,7 @@ def test_text_with_drafts_ends_at_a_stop_token_and_at_the_end_of_the_cache():
 
 @full
 def test_half_of_the_drafts_of_the_embedded_model_are_right_and_its_text_is_the_same():
-    """Its layer that drafts was trained with it. Reached: 0.60, greedy."""
+    """Its MTP layer was trained with it. Measured when decoding greedily: 0.60 are right."""
     embedded = load_model(mtp, mesh=make_mesh(), dtype="float32")
     plain = embedded._replace(module=model, weights=mtp.without_mtp(embedded.weights))
     requests = [Request(p, 60) for p in PROMPTS]
@@ -246,18 +246,18 @@ def test_files_without_a_layer_that_drafts_are_refused():
 
 
 def test_a_missing_weight_of_the_layer_that_drafts_is_named():
-    config = mtp.config_from_hf(hf_config("deepseek_r1", "yarn"))  # whose files have no such layer
+    config = mtp.config_from_hf(hf_config("deepseek_r1", "yarn"))  # its files have no MTP layer
     directory = FIXTURES / "deepseek_r1" / "yarn"
     with pytest.raises(ValueError, match=r"no file has model\.layers\.3\.eh_proj\.weight"):
         checkpoint.load_weights(directory, mtp, config, make_mesh(), "float32")
 
 
-# ---- verification, of any family and any drafts
+# ---- verification, for any family and any drafts
 
 
 @pytest.mark.parametrize("K", [3, pytest.param(1, marks=full)])
 def test_drafts_are_kept_up_to_the_first_that_is_wrong(K):
-    """Of llama3: with its own text as drafts, with some tokens changed, and with noise."""
+    """The model is llama3. The drafts are its own text, as it is or with one token changed."""
     opened = load_model(llama, mesh=make_mesh(tensor=2), dtype="float32")
     static = dict(config=opened.config, mesh=opened.mesh)
     session = start_session(opened, 2, 64)
@@ -312,7 +312,7 @@ def test_what_makes_latents_is_whole_on_every_device_and_still_a_matrix():
 
 
 def test_the_prompt_is_appended_where_its_device_keeps_the_position():
-    """Positions that the devices of `tensor` gather are those of one device."""
+    """Gathered from the devices of `tensor`, the positions are those of one device."""
     one, four = load("deepseek_r1", "yarn"), load("deepseek_r1", "yarn", "tensor=4")
     tokens_BT, end_B = np.arange(40)[None] % 100, [40]
     caches = [

@@ -1,37 +1,38 @@
-"""What the docstrings of a model file say is true. The lines in which they define attention and
-experts are run, and the collectives that they count are counted in a compiled step."""
+"""What the docstrings of a model file say is true. These tests run the lines that define attention
+and experts, and count the collectives of a compiled step."""
 
 import inspect
 import re
 import textwrap
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close
-from engine import load, model_of
+from engine import hf_config, load, model_of
 from families import FAMILIES
+from test_families import fixtures
 
 from common.cache import RowCache, append, attend, empty_cache
 from common.kernels.dispatch import Impl
 from common.machines.hlo import collectives, parse
 from common.sharding import MODEL, TENSOR, P, make_mesh
+from common.weights import by_path
 
 K, G, S, H, B = 3, 2, 24, 6, 4
-LENGTHS = (24, 13, 3, 17)  # of the slots, the T new tokens included
-QUERIES = (1, 3, 11)  # few, and more than few
+LENGTHS = (24, 13, 3, 17)  # lengths of the slots, including the T new tokens
+QUERIES = (1, 3, 11)  # below FEW_QUERIES, and above
 
 
 def definitions(function):
-    """The blocks of code in a docstring: its paragraphs that are indented."""
+    """Returns the blocks of code in a docstring: its indented paragraphs."""
     paragraphs = re.split(r"\n\n", inspect.getdoc(function))
     return [textwrap.dedent(p) for p in paragraphs if p.startswith("    ")]
 
 
 def run(code, **names):
-    """The names that a block of code defines, from those that it is given."""
+    """Runs a block of code with the given names. Returns these names and those that it defines."""
     names |= dict(jax=jax, jnp=jnp)
     exec(code, names)
     return names
@@ -52,7 +53,7 @@ def test_attention_is_what_its_docstring_says(family, T):
     )
     sinks = rng.normal(size=(K, G)).astype(np.float32)
     cache = append(empty_cache((B, K, S, H), jnp.float32), k, v, jnp.zeros(B, jnp.int32))
-    # Without the word a query sees all positions up to its own.
+    # If the code has neither word, a query sees all positions up to its own.
     limits = [word for word in ("window", "chunk") if re.search(rf"\b{word}\b", code)]
     for limit in (None, 5) if limits else (None,):
         options = dict.fromkeys(limits, limit)
@@ -63,9 +64,7 @@ def test_attention_is_what_its_docstring_says(family, T):
             given = dict(K=K, G=G, T=T, S=S, H=H, end=end, sinks_KG=sinks, q_TKGH=q_TKGH)
             given |= dict(k_KSH=k[b].swapaxes(0, 1), v_KSH=v[b].swapaxes(0, 1))
             want = run(code, **given, **dict.fromkeys(limits, limit or S))["o_TKGH"]
-            seen = slice(
-                max(T - end, 0), None
-            )  # queries before the slot's first position see nothing
+            seen = slice(max(T - end, 0), None)  # queries before the first position see nothing
             assert_close(got[b].reshape(T, K, G, H)[seen], want[seen], atol=2e-6, what=f"slot {b}")
 
 
@@ -73,7 +72,7 @@ def test_attention_is_what_its_docstring_says(family, T):
 @pytest.mark.parametrize("T", QUERIES)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if latent(f)])
 def test_both_forms_of_latent_attention_are_what_the_docstring_says(family, T, tensor):
-    engine = load(family, "yarn")
+    engine = load(family, FAMILIES[family].precise[0])
     model, c = engine.model, engine.config
     many, few = definitions(model.attention)
     N, U, R, J, C = 4, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank
@@ -113,12 +112,20 @@ def test_both_forms_of_latent_attention_are_what_the_docstring_says(family, T, t
         assert_close(second["score_NTS"], first["score_NTS"], atol=2e-5, what="scores")
 
 
-PLAIN = dict(deepseek_r1="yarn", gpt_oss="plain", kimi_k2="plain", llama4="text", qwen3="moe")
+def with_experts(family):
+    """Loads a variant that has experts in plain matrices."""
+    model = model_of(family)
+    for variant in fixtures(family):
+        layers = model.weight_layout(model.config_from_hf(hf_config(family, variant))).layers
+        stacks = [w for w in by_path(layers).values() if w.kind == "stack"]
+        if stacks and all(w.published is None for w in stacks):
+            return load(family, variant)
+    raise AssertionError(f"no variant of {family} has experts in plain matrices")
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if hasattr(model_of(f), "moe")])
 def test_a_mixture_of_experts_is_what_its_docstring_says(family):
-    engine = load(family, PLAIN[family])
+    engine = with_experts(family)
     model, c = engine.model, engine.config
     (code,) = definitions(model.moe)
     w = next(layer.mlp for layer in engine.weights.layers if isinstance(layer.mlp, model.Moe))
@@ -136,14 +143,15 @@ def test_a_mixture_of_experts_is_what_its_docstring_says(family):
 
         x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
         weight_MX, expert_MX = model.route(x_MD, w, c)
-        y_MD = model.mlp(x_MD, w.shared) if hasattr(w, "shared") else jnp.zeros_like(x_MD)
-        given = dict(M=len(x_MD), x_MD=x_MD, y_MD=y_MD, expert=expert, expert_MX=expert_MX)
-        want = run(code, weight_MX=weight_MX, score_MX=weight_MX, **given)["y_MD"]
+        given = dict(M=len(x_MD), x_MD=x_MD, w=w, expert=expert, expert_MX=expert_MX)
+        given |= dict(weight_MX=weight_MX, score_MX=weight_MX, mlp=getattr(model, "mlp", None))
+        want = run(code, **given)["y_MD"]
         step = model.Step(*[None] * (len(model.Step._fields) - 1), Impl.BLOCKED)
         return model.moe(x_BTD, w, step, c), want.reshape(x_BTD.shape)
 
-    sharded = partial(jax.shard_map, mesh=make_mesh(), in_specs=P(), out_specs=P(), check_vma=False)
-    got, want = jax.jit(sharded(both))(x, w)
+    mesh = make_mesh()
+    sharded = jax.shard_map(both, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    got, want = jax.jit(sharded)(x, w)
     assert_close(got, want, atol=1e-5, what=family)
 
 
@@ -166,7 +174,7 @@ def test_a_step_takes_part_in_the_collectives_that_the_header_counts(family):
     sampling |= {("all-reduce", f"{dtype}[{B}]", 1) for dtype in ("f32", "s32")}
     if latent(family):
         N, C, R = c.num_attention_heads, c.kv_lora_rank, c.qk_rope_head_dim
-        N += N % 2  # of two devices
+        N += N % 2  # padded for two devices
         always |= {("all-gather", f"f32[{B},1,{N},{C + R}]", L)}
         always |= {("all-gather", f"f32[2,{B},1,{N}]", L)}
         always |= {("reduce-scatter", f"f32[{B},1,{N // 2},{C}]", L)}

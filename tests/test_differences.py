@@ -1,5 +1,4 @@
-"""The model files on the page of differences differ where their architectures do, and nowhere
-else."""
+"""The model files on the page of differences differ only where their architectures do."""
 
 import importlib.util
 import itertools
@@ -14,12 +13,12 @@ differences = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(differences)
 
 FILES = (differences.BASE, *differences.FAMILIES)
-# What says how a model is built, and therefore differs between any two.
+# Definitions that say how a model is built, and therefore differ between any two.
 ARCHITECTURE = {
     *("Config", "config_from_hf", "Layer", "Weights", "weight_layout", "Moe"),
     *("attention", "mlp", "route", "experts", "block", "checkpoint_table"),
 }
-# Helpers of one name and task that two families still write differently, and why.
+# Helpers with the same name and task that a family still writes differently, and why.
 INTENDED = {
     ("rms_norm", "gpt_oss"): "multiplies by the weight in float32",
     ("moe", "gpt_oss"): "passes on the limit that clamps",
@@ -47,7 +46,7 @@ LATENT = {
 CHUNKED = {
     "DecodeState": "its keys are not all rotated",
     "Experts": "have no biases",
-    "Mlp": "is never that of all experts",
+    "Mlp": "never holds all experts",
     "Step": "has scales of queries",
     "forward": "scales queries",
     "is_sparse": "reads other settings",
@@ -80,7 +79,7 @@ def test_every_intended_difference_is_one():
 
 
 def test_definitions_stand_in_one_order():
-    """So that knowing one file is knowing where to look in all."""
+    """So whoever knows one file knows where to look in all."""
     order = [list(differences.definitions(family)) for family in FILES]
     for a, b in itertools.combinations(order, 2):
         shared = [name for name in a if name in b]

@@ -1,9 +1,9 @@
-"""What the compilers say that a step costs, at published widths and with nothing allocated; and the
-command that prints it.
+"""What a step costs according to the compilers, at published widths and with nothing allocated; and
+the command that prints it.
 
-Layers repeat, so a few of them show what one costs. What all of them cost together is not asserted
-here, `--dry-run` says it: the 80 layers of the 70B step below take 4.50 GB of weights and 0.35 GB
-of cache per device, 0.10 GB of temporaries, and 163 all-reduces of 21.1 MB.
+Layers repeat, so a few of them show what one costs. These tests do not assert the cost of all
+layers; `--dry-run` prints it. The 80 layers of the 70B step below take 4.50 GB of weights, 0.35 GB
+of cache and 0.10 GB of temporaries per device, and 163 all-reduces of 21.1 MB.
 """
 
 import functools
@@ -36,7 +36,7 @@ from llama3 import model
 from llama3.shapes import SHAPES
 
 ROOT = Path(__file__).parent.parent
-TILE = 512  # bytes: a TPU stores the [8] of a state as one tile
+TILE = 512  # bytes: a TPU stores an array [8] of the state as one tile
 KERNEL = 'custom_call_target="tpu_custom_call"'
 
 
@@ -49,7 +49,7 @@ def dry(hf, layers, topology, axes, **options):
 
 
 def numbers(shape):
-    """How many numbers "8,1,8192" holds."""
+    """Returns how many numbers a shape such as "8,1,8192" holds."""
     return math.prod(int(n) for n in shape.split(",") if n)
 
 
@@ -57,10 +57,10 @@ def numbers(shape):
 
 
 LAYERS, SLOTS, CAPACITY = 3, 8, 2048
-# Per device: of 64 query heads 4, of 8 key/value heads 1 (each is on two devices).
+# Per device: 4 of 64 query heads, and 1 of 8 key/value heads (each is on two devices).
 D, F, Q, KV, V = 8192, 28672 // 16, 4 * 128, 128, 128256 // 16
 CACHE_VALUES = SLOTS * CAPACITY * KV  # bytes of one layer's keys
-LAYER_CACHE = 2 * SLOTS * CAPACITY * (KV + 4)  # with a float32 scale per token, and the values
+LAYER_CACHE = 2 * SLOTS * CAPACITY * (KV + 4)  # keys and values, with a float32 scale per token
 EMBEDDING = V * D + 4 * V
 
 
@@ -81,29 +81,29 @@ def decode_70b():
 def test_each_device_holds_its_sixteenth_of_the_weights_and_the_cache_of_one_head():
     report, _ = decode_70b()
     shapes = [(Q, D), (KV, D), (KV, D), (D, Q), (F, D), (F, D), (D, F)]
-    layer = sum(out * into + 4 * out for out, into in shapes) + 2 * (2 * D)  # and two norms
+    layer = sum(out * into + 4 * out for out, into in shapes) + 2 * (2 * D)  # plus two norms
     assert report.weights == 2 * EMBEDDING + LAYERS * layer + 2 * D
     assert report.cache == LAYERS * LAYER_CACHE
     state = 7 * TILE  # lengths, tokens and the five sampling parameters
-    padding = 2 * 4 * (-V % 128)  # of the scales of embedding and head
+    padding = 2 * 4 * (-V % 128)  # in the scales of embedding and head
     assert report.arguments == report.weights + report.cache + state + padding
 
 
 def test_a_decoding_step_updates_its_cache_and_the_rest_of_its_state_in_place():
     report, text = decode_70b()
     assert report.aliased == report.cache + 7 * TILE
-    assert report.outputs - report.aliased <= 2 * TILE  # the tokens, once more, for the caller
+    assert report.outputs - report.aliased <= 2 * TILE  # a copy of the tokens, for the caller
     assert len(re.findall(r"(?:may|must)-alias", text.splitlines()[0])) == 4 * LAYERS + 7
 
 
 def test_a_decoding_step_needs_less_temporary_memory_than_the_cache_of_one_layer():
-    report, _ = decode_70b()  # reached: 2.8 MB of 4.3
+    report, _ = decode_70b()  # measured: 2.8 MB; the bound is 4.3 MB
     assert report.temporaries < LAYER_CACHE
 
 
 def test_a_decoding_step_copies_no_cache_and_no_weight_in_main_memory():
-    """The largest write is to the scales of one layer's keys, 66 KB; the smallest weight matrix is
-    1 MB. Branches count, and prefetches into on-chip memory do not."""
+    """The largest write is 66 KB, to the scales of one layer's keys. The smallest weight matrix has
+    1 MB. Branches count; prefetches into on-chip memory do not."""
     _, text = decode_70b()
     program = parse(text)
     writes = [
@@ -112,11 +112,11 @@ def test_a_decoding_step_copies_no_cache_and_no_weight_in_main_memory():
     ]
     assert max(writes)[0] < min(CACHE_VALUES, KV * D), max(writes)
     assert sum(size for size, _, _ in writes) < CACHE_VALUES
-    assert f"s8[{SLOTS},1,{CAPACITY},{KV}]" in text  # the cache is not under another shape
+    assert f"s8[{SLOTS},1,{CAPACITY},{KV}]" in text  # the cache keeps its shape
 
 
 def test_a_decoding_step_reads_every_weight_once():
-    report, _ = decode_70b()  # attention's loop over the filled cache counts as one round
+    report, _ = decode_70b()  # attention's loop over the filled cache counts once
     assert report.weights - EMBEDDING < report.traffic < 1.05 * report.weights
 
 
@@ -134,7 +134,7 @@ def test_sampling_exchanges_a_few_numbers_per_slot_in_a_branch_that_greedy_steps
     report, _ = decode_70b()
     branches = {(c.kind, c.shape): c.times for c in report.collectives if c.conditional}
     assert branches == {
-        ("all-reduce", "f32[3,8]"): 2 * 16,  # rounds of the searches for top-k and top-p
+        ("all-reduce", "f32[3,8]"): 2 * 16,  # steps of the searches for top-k and top-p
         ("all-reduce", "f32[8]"): 1,
         ("all-reduce", "s32[8]"): 1,
         ("all-gather", "f32[16,1,8]"): 1,
@@ -142,8 +142,9 @@ def test_sampling_exchanges_a_few_numbers_per_slot_in_a_branch_that_greedy_steps
     assert sum(c.bytes for c in report.collectives if c.conditional) < 4096
 
 
-# Of two layers, for 8 and 64 slots: the cycles and operations reached. Older JAX splits the rows of
-# 4-bit experts in even and odd columns by other operations, which at 64 slots take a tenth more.
+# Measured cycles and operations of two layers, for 8 and for 64 slots. Older JAX uses other
+# operations to split rows of 4-bit experts into even and odd columns; at 64 slots, they take a
+# tenth more.
 NARROW = {
     ("gpt_oss", "gpt-oss-20b", "bfloat16"): ((992_000, 260), (1_328_000, 272)),
     ("gpt_oss", "gpt-oss-20b", "int8"): ((1_018_000, 296), (1_358_000, 324)),
@@ -156,8 +157,8 @@ NARROW = {
 @pytest.mark.parametrize("slots", [8, 64])
 @pytest.mark.parametrize("family, size, cache", NARROW, ids=lambda x: x)
 def test_heads_of_64_are_written_without_a_loop_over_the_slots(family, size, cache, slots):
-    """As two arrays of transposed rows they took 1.2 to 170 million cycles, and up to 4,700
-    operations one after the other."""
+    """When they were stored as two arrays of transposed rows, a step took 1.2 to 170 million
+    cycles, and up to 4,700 sequential operations."""
     module = importlib.import_module(f"{family}.model")
     shape = importlib.import_module(f"{family}.shapes").SHAPES[size]
     config = module.config_from_hf(shape)._replace(num_hidden_layers=2)
@@ -166,15 +167,15 @@ def test_heads_of_64_are_written_without_a_loop_over_the_slots(family, size, cac
     options = dict(slots=slots, capacity=CAPACITY, cache_dtype=jnp.dtype(cache))
     report, text = dry_run(module, config, mesh, **options)
     in_branches = [branch for op, _, _, branch in executed(parse(text)) if op.kind == "while"]
-    assert all(in_branches), "a step that samples may loop, none other"
+    assert all(in_branches), "only a step that samples may loop"
     reached_cycles, reached_operations = NARROW[family, size, cache][slots == 64]
     assert report.cycles < 1.05 * reached_cycles
     assert report.operations < 1.05 * reached_operations
     assert report.aliased >= report.cache
 
 
-# Of a dense layer and one of experts, to decode and to read 512 tokens: cycles and operations one
-# after the other, and megabytes of temporaries.
+# Measured for a dense layer and one of experts, to decode and to read 512 tokens: cycles,
+# sequential operations, and megabytes of temporaries.
 LATENT = {
     ("deepseek_r1", "deepseek-r1", "v5e:8x8", INT8): ((337_000, 283, 2.8), (1_967_000, 352, 33.1)),
     ("deepseek_r1", "deepseek-r1", "v5e:8x8", None): ((763_000, 309, 2.8), (2_437_000, 380, 26)),
@@ -211,7 +212,7 @@ def test_latent_attention_and_hundreds_of_experts_copy_no_cache_and_widen_no_sta
 
 
 def test_a_decoding_step_of_narrow_heads_moves_its_weights_and_its_caches_once():
-    """Llama 3.2 1B on four devices: a TPU lays heads of 64 out otherwise than those of 128."""
+    """Llama 3.2 1B on four devices. A TPU lays out heads of 64 differently from those of 128."""
     sizes = dict(slots=SLOTS, capacity=CAPACITY)
     report, _ = dry(SHAPES["llama3.2-1b"], LAYERS, "v5e:2x2", dict(tensor=4), **sizes)
     assert report.traffic < 1.01 * (report.weights + report.cache)
@@ -253,8 +254,8 @@ PROMPTS = pytest.mark.parametrize(
 
 @PROMPTS
 def test_a_prompt_of_8192_tokens_needs_little_more_memory_than_its_activations(topology, dtype):
-    """Not the 2147 MB of a device's scores, nor the 268 MB of one head's. Reached: 506 to 537 MB of
-    671 on CPU, whose activations are float32 throughout, and 196 MB of 268 on TPU."""
+    """A device's scores would take 2147 MB, and those of one head 268 MB. Measured: 506 to 537 MB
+    on CPU (bound: 671), where all activations are float32, and 196 MB on TPU (bound: 268)."""
     report, _ = prefill_8b(topology, dtype)
     bound = 5 * 4 * RESIDUAL if topology == "cpu" else 4 * 2 * RESIDUAL
     assert report.temporaries < bound < 8 * SCORES
@@ -262,7 +263,7 @@ def test_a_prompt_of_8192_tokens_needs_little_more_memory_than_its_activations(t
 
 @PROMPTS
 def test_reading_a_prompt_never_makes_an_array_of_tokens_by_tokens(topology, dtype):
-    """Not even inside a fusion. Only the tables of embedding and head have as many numbers."""
+    """Fusions count, too. Only the tables of embedding and head have as many numbers."""
     _, text = prefill_8b(topology, dtype)
     table = [128256 // SHARDS, 4096]
     large = {
@@ -291,7 +292,7 @@ def test_on_tpu_each_layer_reads_the_prompt_with_the_splash_kernel():
     assert all("splash" in line for line in calls)
 
 
-# Not bfloat16: the older compiler writes such a cache out in float32 to update it.
+# bfloat16 is left out: to update such a cache, the older compiler writes it out in float32.
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["f32", "int8"])
 def test_on_cpu_a_decoding_step_updates_its_whole_state_in_place(dtype):
     hf, layers, slots = hf_config("llama3", "scaled"), 2, 6
@@ -318,7 +319,7 @@ def command(family, *args):
 
 @pytest.fixture
 def shape(tmp_path):
-    """A tiny config.json."""
+    """The path of a tiny config.json."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(hf_config("llama3", "scaled")))
     return str(file)
@@ -335,7 +336,7 @@ def test_the_command_prints_what_a_device_has_and_does_in_both_steps(shape, tmp_
     )
     assert lines[1].startswith("cpu:4: 4 devices") and lines[1].endswith("; data=2,tensor=2")
     assert re.fullmatch(r"serving takes \S+ GB a device", lines[2])
-    assert "not measured" in lines[4]  # nothing is known of this CPU
+    assert "not measured" in lines[4]  # there are no figures for this CPU
     assert lines[6].split() == ["decode", "prompt", "of", "64"]
     figures = [re.split(r" {2,}", line) for line in lines[7:] if not line.startswith("  ")]
     figures = [line for line in figures if len(line) > 1]
@@ -372,7 +373,7 @@ def test_the_command_prints_what_a_device_has_and_does_in_both_steps(shape, tmp_
     ],
 )
 def test_a_dry_run_has_the_dtypes_of_a_run(family, ckpt, options, topology, stored, tmp_path):
-    """Those of the checkpoint: in config.json, or if that does not say it in the files."""
+    """They are the checkpoint's: from config.json or, if that names none, from the files."""
     if ckpt in ("float32", "bfloat16"):
         file = tmp_path / "config.json"
         file.write_text(json.dumps(hf_config("llama3", "scaled") | dict(torch_dtype=ckpt)))
@@ -406,7 +407,7 @@ def test_several_topologies_and_meshes_are_one_table(shape):
     done = command("llama3", "--ckpt", shape, *options)
     assert (done.returncode, done.stderr) == (0, "")
     head, *lines = (re.split(r" {2,}", line) for line in done.stdout.splitlines())
-    assert head[:3] == ["topology", "mesh", "step"] and head[-1] == "in all"
+    assert head[:3] == ["topology", "mesh", "step"] and head[-1] == "serving"
     assert [line[:3] for line in lines] == [
         [topology, mesh, step]
         for topology in ("cpu:4", "v5e:2x2")
@@ -418,7 +419,7 @@ def test_several_topologies_and_meshes_are_one_table(shape):
 
 @functools.cache
 def tiny_as_json():
-    """Both steps of llama3's embedded model, whose mesh is chosen."""
+    """Returns the dry run of llama3's embedded model, on a mesh that the command chose."""
     done = command("llama3", "--dry-run", "v5e:2x2", "--max-len", "128", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     [run] = json.loads(done.stdout)
@@ -431,7 +432,7 @@ def test_as_json_the_figures_are_numbers_and_a_floor_follows_from_them():
     assert run["fits"] and run["mesh_chosen"] and run["chip"]["memory"] == 16 << 30
     assert decode["memory"] < run["memory"] < chip["memory"]
     floor = decode["floor_ms"]
-    close = functools.partial(math.isclose, abs_tol=1e-6)  # as they are rounded
+    close = functools.partial(math.isclose, abs_tol=1e-6)  # figures are rounded
     assert close(floor["memory"], 1e3 * decode["traffic"] / chip["bandwidth"])
     assert close(floor["products"], 1e3 * decode["products"] / chip["flops"])
     sent = sum(c["bytes"] for c in decode["collectives"] if not c["conditional"])
@@ -440,7 +441,7 @@ def test_as_json_the_figures_are_numbers_and_a_floor_follows_from_them():
 
 @pytest.mark.full
 def test_the_room_that_is_said_is_used_up_by_as_much():
-    """With the most slots, as with the most positions, the sum of what is held is the memory."""
+    """With the most slots, or the most positions, the step fills the memory."""
     run = tiny_as_json()
     decode, prompt = run["steps"]["decode"], run["steps"]["prompt"]
     free = run["chip"]["memory"] - run["memory"]
@@ -455,11 +456,11 @@ def test_the_room_that_is_said_is_used_up_by_as_much():
     "args, message",
     [
         (["--ckpt", "llama9"], "'llama9' is neither a config.json, a directory, nor one of"),
-        (["--dry-run", "v9:2x2"], "'v9:2x2' is not known: a name of v4, v5e"),
+        (["--dry-run", "v9:2x2"], "'v9:2x2' is unknown: give one of v4, v5e"),
         (["--dry-run", "v5e:9x9"], "'v5e:9x9': "),
         (["--dry-run", "h100:9"], "'h100:9' is not h100:1 to h100:8"),
         (["--dry-run", "v5e:2x2", "--mesh", "tensor=8"], "tensor=8 needs 8 devices, but only 4"),
-        (["--mesh", "tensor=0"], "--mesh 'tensor=0': expected"),
+        (["--mesh", "tensor=0"], "--mesh 'tensor=0': tensor must be at least 1"),
         (["--dry-run", "cpu:64", "--mesh", "tensor=64"], "64 devices, but the model has only"),
         (["--mesh", "data=3"], "8 slots cannot be split evenly over data=3"),
         (["--layers", "0"], "--layers 0: must be at least 1"),

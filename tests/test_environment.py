@@ -1,4 +1,5 @@
-"""What a command finds around it: closed streams, settings for other programs, a damaged cache."""
+"""How a command reacts to its environment: closed streams, settings for other programs, a damaged
+compilation cache."""
 
 import io
 import os
@@ -29,7 +30,7 @@ def shell():
 
 
 def fails(done, message):
-    """One line and exit code 2."""
+    """Asserts that the command ended with one line that holds `message`, and exit code 2."""
     assert done.returncode == 2 and done.stdout == "", done
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert message in done.stderr
@@ -40,7 +41,7 @@ def fails(done, message):
 
 def test_closed_streams_take_nothing_away_but_the_text_needs_one(shell):
     done, _ = shell(f"{COMMAND} <&-")
-    assert done.returncode == 0 and done.stdout.strip(), "no input: the embedded model's own prompt"
+    assert done.returncode == 0 and done.stdout.strip(), "no input, so it takes its own prompt"
     done, _ = shell(f"{ASKED} 2>&-")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.strip()
     fails(shell(f"{ASKED} >&-")[0], "standard output is closed")
@@ -101,18 +102,18 @@ def test_a_platform_that_is_not_there_is_one_line(shell, platform):
     assert f"(JAX_PLATFORMS is {platform!r})" in done.stderr and seconds < 20
 
 
-# ---- the cache of compiled programs
+# ---- the compilation cache
 
 
 @pytest.mark.parametrize("home", [None, "/dev/null/nowhere"])
 def test_without_a_home_it_runs_and_keeps_what_it_can(shell, home, tmp_path):
-    # The user's entry in the password file would be the real home.
+    # If HOME were unset, the password file would give the user's real home.
     set_home = {"HOME": home} if home else {"HOME": str(tmp_path / "new")}
     done, _ = shell(ASKED, XDG_CACHE_HOME=None, **set_home)
     assert done.returncode == 0 and done.stdout.strip()
     lines = done.stderr.splitlines()
     assert len(lines) == (2 if home else 1)
-    assert home is None or lines[0].startswith("[programs are not kept: ")
+    assert home is None or lines[0].startswith("[compiled programs are not kept: ")
 
 
 def test_a_relative_cache_home_is_ignored(shell, tmp_path):
@@ -146,7 +147,7 @@ DAMAGE = {
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """A cache with the programs of one command, and its text."""
+    """A compilation cache with the programs of one command, and the text that it printed."""
     home = tmp_path_factory.mktemp("cache")
     env = ENVIRONMENT | {"XDG_CACHE_HOME": str(home)}
     done = subprocess.run(ASKED.split(), capture_output=True, text=True, cwd=ROOT, env=env)
@@ -165,7 +166,7 @@ def test_a_damaged_entry_is_dropped_with_one_line(shell, programs, damage):
     done, _ = shell(ASKED, XDG_CACHE_HOME=str(home))
     assert (done.returncode, done.stdout) == (0, text), done.stderr
     lines = done.stderr.splitlines()
-    if damage is not DAMAGE["unreadable"] or os.getuid():  # root can read all
+    if damage is not DAMAGE["unreadable"] or os.getuid():  # root can read everything
         assert len(lines) == 2 and lines[0].startswith(f"[dropped a damaged entry of {folder}: ")
         assert "jit_extend" in lines[0]
     again, _ = shell(ASKED, XDG_CACHE_HOME=str(home))

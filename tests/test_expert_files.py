@@ -1,5 +1,5 @@
-"""Experts arrive from every layout in which they are published: a file entry each, all in one with
-either order of axes, and in 4 or 8 bits, which they keep."""
+"""Experts load from every published layout: one file entry per expert, one entry for all with
+either order of axes, and 4 or 8 bits, which they keep."""
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,14 +19,14 @@ from common.sharding import EXPERT, TENSOR, P, Shards, make_mesh, model_shards, 
 from common.weights import array, matrix, stack
 
 BF16, FP8 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
-E, F, D, N, L = 12, 7, 64, 150, 2  # of experts more than digits; widths that nothing divides
+E, F, D, N, L = 12, 7, 64, 150, 2  # more than ten experts; widths that no mesh divides
 
 
 class Layer(NamedTuple):
     router: Any  # [E, D]
     each: Any  # [E, F, D], an entry per expert
     fused: Any  # [E, F, D], stored [E, D, F]
-    packed: Any  # [E, F, D] in 4 bits, a group of 32 an axis of its own
+    packed: Any  # [E, F, D] in 4 bits; the file has an axis for the groups of 32
     square: Any  # [N, D] in 8 bits
 
 
@@ -79,7 +79,7 @@ def stored_tensors():
 
 
 def expected(tensors, tensor):
-    """In float32, where they are no codes."""
+    """Returns the weights that loading must give: in float32, except for codes."""
 
     def padded(x):
         return np.pad(x, ((0, 0), (0, round_up(F, tensor) - F), (0, 0)))
@@ -164,7 +164,7 @@ def another(name, x):
 EACH, FUSED, BLOCKS = (f"m.1.experts.{n}" for n in ("2.up.weight", "fused", "packed_blocks"))
 WRONG = {
     "no file has m.1.experts.2.up.weight, of shape [7, 64]": without(EACH),
-    "m.1.experts.12.up.weight is not a weight of this model: it has 12 of them": another(
+    "m.1.experts.12.up.weight is not a weight of this model: it has only 12 experts": another(
         "m.1.experts.12.up.weight", np.zeros((F, D), BF16)
     ),
     "has dtype BF16, but m.1.experts.2.up.weight has F32": another(

@@ -1,5 +1,5 @@
-"""Rows grouped by expert: every choice of every token is in the group of its expert, once, on the
-device that has the expert."""
+"""Rows grouped by expert. Every choice of every token occurs once, in the group of its expert, on
+the device that has the expert."""
 
 from functools import partial
 
@@ -20,7 +20,8 @@ from common.sharding import EXPERT, make_mesh
 
 @st.composite
 def choices(draw):
-    """The experts [M, X] that tokens chose among E, and over how many devices these are split."""
+    """Draws experts [M, X] that tokens choose, the number E of experts, and the number of devices
+    that share them."""
     devices = draw(st.sampled_from((1, 2, 4)))
     E = devices * draw(st.integers(1, 4))
     X, M = draw(st.integers(1, min(E, 3))), draw(st.integers(1, 12))

@@ -1,7 +1,7 @@
-"""What holds of every family: it computes what transformers computes, on every mesh, in any batch
-and, within stated bounds, in every precision; and it refuses what it would compute wrongly.
+"""Tests of every family. It computes what transformers computes: on every mesh, in any batch and,
+within stated bounds, in every precision. It refuses what it would compute wrongly.
 
-A family joins by a line in tests/families.py; its variants are the folders of
+To add a family, add a line to tests/families.py. Its variants are the folders of
 tests/fixtures/<family>.
 """
 
@@ -42,7 +42,7 @@ from common.ranges import Index
 from common.sharding import Shards, make_mesh, parse_mesh, split_heads
 from common.weights import by_path, check_divides
 
-# Heads, widths, experts and vocabularies of the variants divide by few of these sizes.
+# Few of these sizes divide the heads, widths, experts and vocabularies of the variants.
 MESHES = (
     "tensor=2",
     "expert=2,tensor=2",
@@ -52,7 +52,7 @@ MESHES = (
     "data=2,tensor=4",
     "expert=8",
 )
-ALONE = ("data=2", "expert=2")  # for the second variant of precision of each family
+ALONE = ("data=2", "expert=2")  # only for each family's second precision variant
 
 
 def fixtures(family: str) -> list[str]:
@@ -67,7 +67,7 @@ full = pytest.mark.full
 
 @functools.cache
 def fits(family: str, variant: str, axes: str) -> bool:
-    """Whether a mesh can split a variant."""
+    """Returns whether a mesh can split a variant."""
     model, sizes = model_of(family), parse_mesh(axes)
     shards = Shards(sizes.get("expert", 1), sizes.get("tensor", 1))
     try:
@@ -79,7 +79,7 @@ def fits(family: str, variant: str, axes: str) -> bool:
 
 
 def meshes(family: str, variant: str) -> list[str]:
-    """The meshes that a variant fits, the one that splits most first."""
+    """Returns the meshes that can split a variant, the one that splits most first."""
     alone = ALONE if variant == FAMILIES[family].precise[1] else ()
     found = [axes for axes in (*MESHES, *alone) if fits(family, variant, axes)]
     sizes = {axes: (len(parse_mesh(axes)), np.prod([*parse_mesh(axes).values()])) for axes in found}
@@ -88,8 +88,8 @@ def meshes(family: str, variant: str) -> list[str]:
 
 @functools.cache
 def mesh_that_moves_heads(family: str, variant: str) -> str:
-    """The first on which query heads do not stand in their published order. If there is none, the
-    first of all for a variant of precision, and none for another."""
+    """Returns the first mesh that changes the published order of the query heads. If there is none,
+    returns the first of all for a precision variant, and "" for another."""
     config = model_of(family).config_from_hf(hf_config(family, variant))
     N = config.num_attention_heads
     found = meshes(family, variant)
@@ -103,7 +103,7 @@ def mesh_that_moves_heads(family: str, variant: str) -> str:
 
 
 def on(cases: Any) -> Any:
-    """Parametrises by (family, variant, mesh); cases marked `full` are those of all tests."""
+    """Parametrises by (family, variant, mesh). Cases marked `full` run only with --all."""
     return pytest.mark.parametrize("family, variant, axes", list(cases))
 
 
@@ -116,7 +116,7 @@ def on_the_widest_mesh() -> Any:
 
 
 def on_every_mesh() -> Any:
-    """By default on the one that moves heads alone."""
+    """Yields all meshes. By default, only the one that moves heads runs."""
     for f, v in VARIANTS:
         for axes in meshes(f, v):
             yield pytest.param(
@@ -125,13 +125,13 @@ def on_every_mesh() -> Any:
 
 
 def some_of(cases: Any, count: int) -> Any:
-    """The same cases, of which by default the first `count` variants of precision alone run."""
+    """Yields the same cases. By default, only the first `count` precision variants run."""
     for f, v, axes in cases:
         yield pytest.param(f, v, axes, marks=() if v in FAMILIES[f].precise[:count] else full)
 
 
 def all_of(cases: Any) -> Any:
-    """The same cases, none of which runs by default."""
+    """Yields the same cases. By default, none of them runs."""
     return (pytest.param(*case, marks=full) for case in cases)
 
 
@@ -155,8 +155,8 @@ def test_logits_token_by_token_equal_them_while_slots_come_and_go(family, varian
 
 @on([*some_of(on_the_widest_mesh(), 1), *all_of(on_one_device())])
 def test_greedy_continuations_equal_those_of_transformers(family, variant, axes):
-    """Through prefill in chunks, insert and generate, arriving one after the other in slots of
-    every data shard."""
+    """They go through prefill in chunks, insert and generate. The prompts arrive one after the
+    other, in slots of every data shard."""
     assert_greedy(load(family, variant, axes))
 
 
@@ -171,7 +171,7 @@ def test_logits_of_a_prompt_alone_equal_those_of_transformers(family, variant):
 # ---- precision
 
 
-PRECISIONS = {  # dtype, storage of the weights, cache, and whose bound
+PRECISIONS = {  # by the name of the bound: dtype, storage of the weights, cache
     "bf16": ("bfloat16", None, jnp.bfloat16),
     "int8_weights": ("float32", INT8, jnp.float32),
     "int8_cache": ("float32", None, jnp.int8),
@@ -207,7 +207,7 @@ def test_low_precision_stays_near_float32(family, second, steps, precision):
 @SECOND
 @pytest.mark.parametrize("axes", ["", pytest.param("tensor=2", marks=full)])
 def test_transposed_weights_give_the_same_logits(family, variant, axes):
-    """The storage in which a command line on CPU keeps float32."""
+    """The command line on CPU stores float32 matrices transposed."""
     engine = load(family, variant, axes, storage=TRANSPOSED)
     assert_golden(stepwise_logits(engine), engine, atol=FAMILIES[family].atol)
 
@@ -222,7 +222,7 @@ def test_transposed_weights_give_the_same_logits(family, variant, axes):
 )
 @SECOND
 def test_the_reference_gives_the_golden_logits(family, variant, steps):
-    """On a mesh, and so under shard_map's check of what is replicated."""
+    """It runs on a mesh, so shard_map checks what is replicated."""
     engine = load(family, variant, next(iter(meshes(family, variant)), ""))
     got = steps(engine, implementation="reference")
     assert_golden(got, engine, atol=FAMILIES[family].atol)
@@ -230,7 +230,8 @@ def test_the_reference_gives_the_golden_logits(family, variant, steps):
 
 @SECOND
 def test_the_tpu_kernels_give_the_golden_logits(family, variant):
-    """Interpreted, token by token, in 128 positions: what the attention kernel reads at least."""
+    """They are interpreted, token by token. The cache has 128 positions, the fewest that the
+    attention kernel reads."""
     got = stepwise_logits(load(family, variant), jnp.float32, "tpu", 128)
     assert_golden(got, load(family, variant), atol=FAMILIES[family].atol)
 
@@ -248,7 +249,7 @@ def test_generate_updates_its_state_in_place(family, variant, dtype):
 
 @FIRST
 def test_a_full_slot_and_an_empty_one_stay_as_they_are(family, variant):
-    """Beside one that grows."""
+    """They stay so beside a slot that grows."""
     engine, prompt = load(family, variant), goldens(family, variant)[2].tokens
     n = len(prompt)
     state = init_state(engine, 3, n + 1, jnp.float32)
@@ -266,8 +267,8 @@ def test_a_full_slot_and_an_empty_one_stay_as_they_are(family, variant):
 
 @SECOND
 def test_a_step_computes_the_angles_of_its_positions_once(family, variant):
-    """And not in each layer, where XLA's CPU compiler would fuse them into the rotations, and that
-    of jax 0.10 does."""
+    """Otherwise XLA on CPU would fuse them into the rotations, and compute them in every layer.
+    With jax 0.10 it still does."""
     engine = load(family, variant)
     model, config = engine.model, engine.config
     state = jax.eval_shape(lambda: model.init_state(config, 1, 64, jnp.float32))
@@ -289,7 +290,7 @@ def shapes_of(layout):
 
 @pytest.mark.parametrize("family, variant", VARIANTS)
 def test_a_size_that_is_not_what_the_files_hold_is_refused(family, variant):
-    """Every number of config.json on which a shape depends: one less, and one more."""
+    """Changes every number of config.json on which a shape depends by -1, and by 1."""
     model, hf, directory = model_of(family), hf_config(family, variant), FIXTURES / family / variant
     config, mesh = model.config_from_hf(hf), make_mesh()
     seen = 0
@@ -311,7 +312,7 @@ def test_a_size_that_is_not_what_the_files_hold_is_refused(family, variant):
 
 @pytest.mark.parametrize("family, variant", VARIANTS)
 def test_every_split_dimension_divides_on_every_mesh_that_fits(family, variant):
-    """Some mesh fits every variant but those in fp8, whose matrices may have too few blocks."""
+    """Every variant fits some mesh, except some in fp8, whose matrices have too few blocks."""
     config = model_of(family).config_from_hf(hf_config(family, variant))
     published = {w.published for w in by_path(model_of(family).weight_layout(config)).values()}
     assert meshes(family, variant) or Fp8 in published
@@ -339,7 +340,7 @@ def test_padding_of_the_vocabulary_is_never_sampled(family, variant):
 
 
 def refused(family, hf):
-    """The message with which a family refuses a config.json: one line."""
+    """Returns the message with which a family refuses a config.json, which must be one line."""
     with pytest.raises(ValueError) as error:
         model_of(family).config_from_hf(hf)
     assert "\n" not in str(error.value)
@@ -347,19 +348,19 @@ def refused(family, hf):
 
 
 def names_of(family, field):
-    """The keys that a field may have in a config.json."""
+    """Returns the keys that a field may have in a config.json."""
     hint = get_type_hints(model_of(family).Config, include_extras=True)[field]
     return [field, *(x for x in getattr(hint, "__metadata__", ()) if isinstance(x, str))]
 
 
 def spelled(family, hf, field):
-    """The key that a field has in a config.json, or None."""
+    """Returns the key that a field has in a config.json, or None."""
     return next((name for name in names_of(family, field) if name in hf), None)
 
 
 @pytest.mark.parametrize("family, variant", VARIANTS)
 def test_a_field_that_has_no_default_is_missed_by_name(family, variant, monkeypatch):
-    """Unless the model file says what it means without a key, or reads it itself."""
+    """Not so for fields that the model file reads itself, or whose missing key has a meaning."""
     model, hf, found = model_of(family), hf_config(family, variant), {}
 
     def read(*args, **options):
@@ -421,7 +422,7 @@ STRANGE: tuple[tuple[str, Any], ...] = (
 @pytest.mark.parametrize("key, value", STRANGE)
 @FIRST
 def test_a_key_that_the_file_does_not_know_is_refused_by_name(family, variant, key, value):
-    """Or, if it is a field of this family, because its value is one that no such file has."""
+    """If the key is a field of this family, its value here is one that no such file has."""
     fields = {name for f in model_of(family).Config._fields for name in names_of(family, f)}
     value = [value] if key in fields else value
     assert key in refused(family, {**hf_config(family, variant), key: value})

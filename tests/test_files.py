@@ -54,7 +54,7 @@ def test_what_may_never_end_is_not_opened(tmp_path):
 def test_what_is_too_large_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LARGEST", 10)
     (tmp_path / "config.json").write_text('{"a": "0123456789"}')
-    refused(ValueError, "more than the 10 that are read", read_json, tmp_path / "config.json")
+    refused(ValueError, "more than the limit of 10", read_json, tmp_path / "config.json")
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):

@@ -1,10 +1,10 @@
-"""Damaged checkpoints of all families: each either works, or is refused in words that name what is
-wrong.
+"""Damaged checkpoints of all families. Each one either works, or is refused with a message that
+names what is wrong.
 
 A case damages one file of a small checkpoint, in a way that its seed draws. The library then opens
-the checkpoint, encodes a prompt and reads the weights, in this process. Where it reads weights of a
-damaged file, they are those that the `safetensors` package finds in it; what that package refuses,
-the library refuses.
+the checkpoint, encodes a prompt and reads the weights, in this process. If it reads weights from a
+damaged file, they must be those that the `safetensors` package finds in it. If that package refuses
+the file, so must the library.
 """
 
 import copy
@@ -29,7 +29,7 @@ from common.serving.load import open_model, read_weights
 from common.sharding import make_mesh
 from common.text.tokenizer import decode, encode, encode_chat
 
-CASES = 286  # of each family
+CASES = 286  # per family
 LIMIT_S = 5  # no case takes a second, but the machine may be busy
 LONGEST_LINE = 1200
 TOKENIZERS = {
@@ -57,7 +57,7 @@ TEMPLATE = "chat_template.jinja"
 
 @functools.cache
 def sound(family):
-    """The bytes of each file of a checkpoint that has all that its family reads."""
+    """Returns the bytes of each file of a checkpoint that has all files that its family reads."""
     weights = FIXTURES / family / WEIGHTS[family]
     tokenizer = TOKENIZERS.get(family, FIXTURES / "tokenizer" / "llama3")
     files = {f.name: f.read_bytes() for f in weights.iterdir() if f.suffix != ".npz"}
@@ -86,7 +86,7 @@ PIECES = [b"\x00", b"\xff", b'"', b"{", b"]", b",", b" ", b"\n", b"\xed\xa0\x80"
 
 
 def damage_bytes(draw, content):
-    """One change of a file that knows nothing of its format."""
+    """Makes one change to a file, without regard to its format."""
     i, j = sorted(draw.randrange(len(content) + 1) for _ in range(2))
     j = min(j, i + draw.choice((1, 4, 40, 4000)))
     piece = draw.choice(PIECES)
@@ -113,7 +113,7 @@ def damage_bytes(draw, content):
 
 
 def places(value, found):
-    """Every (container, key) inside a parsed JSON value."""
+    """Returns every (container, key) inside a parsed JSON value."""
     inside = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in list(inside):
         found.append((value, key))
@@ -123,7 +123,7 @@ def places(value, found):
 
 
 def damage_value(draw, value):
-    """One change to a parsed JSON value, in place; or the value that takes its place."""
+    """Makes one change to a parsed JSON value, in place."""
     container, key = draw.choice(places(value, []) or [([value], 0)])
     other, at = draw.choice(places(value, []) or [([value], 0)])
     here = container[key]
@@ -148,7 +148,7 @@ def damage_value(draw, value):
 
 
 def dumps(draw, value):
-    """As JSON; now and then with the first name twice, or otherwise spelled."""
+    """Returns the value as JSON, in one of several spellings. Now and then a name occurs twice."""
     text = json.dumps(value, ensure_ascii=draw.random() < 0.5, indent=draw.choice((None, 1)))
     if isinstance(value, dict) and value and draw.random() < 0.1:
         name = draw.choice(list(value))
@@ -168,7 +168,7 @@ def damage_json(draw, content):
 
 
 def split(content):
-    """The header of a safetensors file, and the rest."""
+    """Returns the header of a safetensors file, and the rest."""
     start = 8 + int.from_bytes(content[:8], "little")
     return content[8:start], content[start:]
 
@@ -178,7 +178,7 @@ def joined(header, data):
 
 
 def damage_length(draw, content):
-    """Another length of the header."""
+    """Changes the length that the file states for its header."""
     length = int.from_bytes(content[:8], "little")
     near = [length + n for n in (-8, -1, 1, 8, 64)]
     claims = [0, 1, 2, *near, len(content), 100_000_000, 10**8 + 1, 1 << 40, (1 << 64) - 1]
@@ -186,7 +186,7 @@ def damage_length(draw, content):
 
 
 def damage_tensors(draw, content):
-    """Changes to what the header says of one tensor or two, most of them almost sound."""
+    """Changes what the header says of one or two tensors, mostly to something almost sound."""
     header, data = split(content)
     entries = json.loads(header)
     names = [name for name in entries if name != "__metadata__"]
@@ -247,7 +247,7 @@ def damage_numbers(draw, content):
 
 
 def damage_index(draw, content):
-    """Names that lie elsewhere, or in another file than the index says."""
+    """Gives a tensor of the index another file, and sometimes another name."""
     index = json.loads(content)
     files, name = index["weight_map"], draw.choice(list(index["weight_map"]))
     elsewhere = ["../x", "/etc/passwd", ".", "", "a/b", "config.json", SINGLE, INDEX, "x" * 300]
@@ -258,7 +258,7 @@ def damage_index(draw, content):
 
 
 def damage_place(draw, path):
-    """Something else where a file was."""
+    """Puts something else in place of a file."""
     content = path.read_bytes()
     path.unlink()
     match draw.randrange(6):
@@ -278,7 +278,7 @@ def damage_place(draw, path):
 
 
 def damage(draw, directory):
-    """Damages a file of the directory, and says which."""
+    """Damages a file of the directory, and returns its name."""
     names = sorted(f.name for f in directory.iterdir())
     groups = [[n for n in names if n.endswith(".safetensors")], [n for n in names if n == INDEX]]
     groups += [["config.json"], [n for n in names if n in TOKENS], [TEMPLATE]]
@@ -302,11 +302,11 @@ def damage(draw, directory):
     return path.name
 
 
-# ---- what comes of it
+# ---- what the library does with it
 
 
 def use(model, directory):
-    """Opens a checkpoint, encodes, and reads its weights as they are stored."""
+    """Opens a checkpoint, encodes a text, and reads the weights as they are stored."""
     opened = open_model(model, str(directory), mesh=one_device(), dtype="float32")
     tokenizer = opened.tokenizer
     decode(tokenizer, encode(tokenizer, TEXT))
@@ -320,8 +320,8 @@ def one_device():
 
 
 def tensors_of(directory):
-    """What the `safetensors` package finds in the files that are meant: by name a dict of dtype,
-    shape and data. Its own exception where it refuses a file."""
+    """Returns what the `safetensors` package finds in the checkpoint's files: a dict of dtype,
+    shape and data, by name. If it refuses a file, its own exception is raised."""
     if not (directory / INDEX).exists():
         files = [directory / SINGLE]
         files = files if files[0].exists() else sorted(directory.glob("*.safetensors"))
@@ -332,7 +332,7 @@ def tensors_of(directory):
 
 
 def weights_of(tensors, model, config):
-    """The weights that the library reads of a sound file with these tensors."""
+    """Returns the weights that the library reads from a sound file with these tensors."""
     header, data = {}, b""
     for name, x in tensors.items():
         place = [len(data), len(data) + len(x["data"])]
@@ -350,7 +350,7 @@ def assert_same_numbers(got, want):
 
 
 def assert_names_it(message, damaged):
-    """Few short lines, with a file or what the file holds."""
+    """Asserts that the message has few short lines, and names a file or what the file holds."""
     lines = message.splitlines()
     assert 0 < len(lines) <= MOST_LINES + 1 and max(map(len, lines)) <= LONGEST_LINE, message[:3000]
     names = [damaged, "config.json", "chat template", "tokenizer", "the prompt"]
@@ -362,7 +362,7 @@ def assert_names_it(message, damaged):
 
 @pytest.fixture
 def in_time():
-    """TimeoutError in a test that hangs."""
+    """Fails a test that hangs."""
 
     def stop(*_):
         raise AssertionError(f"not done after {LIMIT_S} s")
@@ -376,7 +376,7 @@ def in_time():
 
 @pytest.fixture
 def checkpoint(family):
-    """A sound checkpoint that a test may damage."""
+    """Yields a sound checkpoint that a test may damage."""
     with tempfile.TemporaryDirectory() as directory:
         for name, content in sound(family).items():
             (Path(directory) / name).write_bytes(content)
@@ -406,7 +406,7 @@ def test_a_damaged_checkpoint_works_or_is_refused_by_name(checkpoint, in_time, f
         assert_same_numbers(used.weights, weights_of(tensors, used.module, used.config))
 
 
-# ---- what no file may be
+# ---- what is no regular file
 
 ROLES = {
     "config.json": "llama3",

@@ -1,4 +1,4 @@
-"""What is special in GPT-2: its table of positions, its names and files, the embedded model."""
+"""What is special about GPT-2: its table of positions, its names and files, the embedded model."""
 
 import json
 import math
@@ -26,7 +26,8 @@ EMBEDDED = Path(model.__file__).parent / "embedded"
 
 
 def test_padding_that_reaches_past_the_table_of_positions_changes_nothing():
-    """64 tokens as 48 and 16 in buckets of 48 pad to position 95, of 77 that there are."""
+    """In buckets of 48, 64 tokens are read as 48 and 16. The padding reaches position 95, but the
+    table has only 77."""
     engine, prompt = load("gpt2", "hub"), goldens("gpt2", "hub")[-1]
     positions = engine.config.max_position_embeddings
     assert positions < 96 and len(prompt.tokens) + len(prompt.greedy) <= positions
@@ -108,7 +109,7 @@ def load_directory(directory):
 
 @pytest.fixture
 def rewritten(tmp_path):
-    """A copy of the hub's layout, its tensors changed by a function."""
+    """Writes a copy of the hub's layout, with its tensors changed by a function."""
 
     def write(change):
         shutil.copy(FIXTURES / "gpt2" / "hub" / "config.json", tmp_path)
@@ -156,7 +157,7 @@ def test_text_is_tokens_without_a_beginning_and_ends_at_endoftext(tmp_path):
     end = tok.backend.token_to_id("<|endoftext|>")
     assert decode(tok, ids) == SPEECH and end not in ids and tok.stop_ids == {end}
     assert encode(tok, f"{SPEECH}<|endoftext|>") == [*ids, end]
-    # The same from tokenizer.json, which the published repositories hold as well.
+    # tokenizer.json, which the published repositories hold as well, gives the same.
     tok.backend.save(str(tmp_path / "tokenizer.json"))
     shutil.copy(EMBEDDED / "config.json", tmp_path)
     other = load_tokenizer(tmp_path)
@@ -174,7 +175,7 @@ def test_a_prompt_longer_than_the_table_of_positions_is_refused_in_a_sentence(ca
 
 @pytest.mark.parametrize("name, dtype", [("F32", "float32"), ("BF16", "bfloat16")])
 def test_a_config_that_says_no_dtype_means_that_of_the_files(name, dtype, tmp_path):
-    """As the published ones do not."""
+    """The published configs name none."""
     shutil.copytree(EMBEDDED, tmp_path / "hub")
     config, weights = tmp_path / "hub" / "config.json", tmp_path / "hub" / "model.safetensors"
     said = json.loads(config.read_text())

@@ -1,4 +1,4 @@
-"""What is special in GPT-OSS: 4-bit experts, its norms, and its config.json."""
+"""What is special about GPT-OSS: 4-bit experts, its norms, and its config.json."""
 
 import math
 
@@ -38,11 +38,12 @@ def test_norms_multiply_in_float32_and_round_once():
 
 
 def test_on_tpu_a_step_reads_experts_embedding_and_cache_where_they_lie():
-    """Rows of 2880, 1440 bytes of codes, 90 scales and 64 are no multiples of 128."""
+    """Its rows have 2880 numbers, 1440 bytes of codes, 90 scales or 64 numbers. None of these is a
+    multiple of 128."""
     config = model.config_from_hf(SHAPES["gpt-oss-20b"])._replace(num_hidden_layers=1)
     mesh = make_mesh(expert=4, devices=devices_of("v5e:2x2"))
     report, _ = dry_run(model, config, mesh, slots=8, capacity=8192)
-    embedding = 2 * config.vocab_size // 4 * config.hidden_size  # of which it reads eight rows
+    embedding = 2 * config.vocab_size // 4 * config.hidden_size  # a step reads only eight rows
     assert report.temporaries < 0.01 * report.weights
     assert report.traffic < 1.02 * (report.weights - embedding + report.cache)
 
@@ -104,7 +105,7 @@ def test_experts_that_do_not_divide_by_the_mesh_are_refused_with_both_numbers():
 
 
 def test_the_published_shapes_have_the_published_numbers_of_parameters():
-    """Of 20.9 and 116.8 billion, embeddings included."""
+    """They are 20.9 and 116.8 billion, including embeddings."""
     for name, parameters in {"gpt-oss-20b": 20.9e9, "gpt-oss-120b": 116.8e9}.items():
         weights = by_path(model.weight_layout(model.config_from_hf(SHAPES[name]))).values()
         assert_close(sum(math.prod(w.shape) for w in weights), parameters, rtol=3e-3, what=name)

@@ -1,8 +1,8 @@
-"""The GPU kernels compute what the plain implementations do, without a GPU: interpreted against the
-formula with races looked for, lowered everywhere, and, where the compiler of the `hopper` extra is
-installed, compiled for sm_90a, which must keep everything in registers.
+"""Tests the GPU kernels without a GPU. An interpreter that detects races runs them, and the results
+are compared with the formula. They are lowered on every machine. If the compiler of the `hopper`
+extra is installed, they are also compiled for sm_90a, and must keep everything in registers.
 
-None of this says how fast they are.
+None of this measures their speed.
 """
 
 import functools
@@ -42,15 +42,15 @@ IMPORTED = pytest.mark.skipif(
 )
 INTERPRETED = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
-    reason="JAX before 0.11 exports no interpreter of Mosaic GPU",
+    reason="JAX before 0.11 has no public interpreter of Mosaic GPU",
 )
 JOINS = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
-    reason="Mosaic GPU of JAX before 0.11 cannot join the scales of mxfp4: it is refused",
+    reason="mxfp4 is refused: Mosaic GPU of JAX before 0.11 cannot join its scales",
 )
 COMPILED = pytest.mark.skipif(
     not importlib.util.find_spec("jax_cuda13_plugin"),
-    reason="compiling for sm_90a takes the compiler that the `hopper` extra installs",
+    reason="compiling for sm_90a needs the compiler that the `hopper` extra installs",
 )
 
 
@@ -62,8 +62,8 @@ class Case(NamedTuple):
     S: int
     cache: Any = BF16
     Hv: int | None = None
-    latent: bool = False  # the values are the first Hv columns of a row of keys, or
-    row: int | None = None  # of a row of so many columns, the keys the last H
+    latent: bool = False  # the values are the first Hv columns of the keys
+    row: int | None = None  # columns of rows that begin with values and end with keys
     scaled: bool = False
     window: int | None = None
     sinks: bool = False
@@ -81,7 +81,7 @@ class Case(NamedTuple):
 
 
 def shapes_of(case, B, shape=jax.ShapeDtypeStruct):
-    """The arguments of the kernel, as shapes."""
+    """Returns the shapes of the kernel's arguments."""
     H, K, G, T, S = case[:5]
     f32 = functools.partial(shape, dtype=jnp.float32)
     arrays = dict(
@@ -99,7 +99,8 @@ def shapes_of(case, B, shape=jax.ShapeDtypeStruct):
 
 
 def make(case, lengths):
-    """Arguments with NaN, or the largest numbers, past the lengths; and what the formula gives."""
+    """Returns arguments with NaN, or the largest numbers, past the lengths; and the formula's
+    results."""
     rng = np.random.default_rng(0)
     lengths = np.array(lengths, np.int32)
     B, (_, K, _, T, S) = len(lengths), case[:5]
@@ -136,7 +137,7 @@ def attend(case, **options):
 
 
 def interpret(run, arrays, capfd):
-    """On the CPU, with no race found."""
+    """Runs on the CPU, and asserts that the interpreter finds no race."""
     races = plgpu.InterpretGPUParams(detect_races=True)
     out = jax.block_until_ready(jax.jit(lambda arrays: run(interpret=races)(arrays))(arrays))
     printed = capfd.readouterr().out
@@ -148,7 +149,7 @@ def interpret(run, arrays, capfd):
 
 
 LENGTHS = (0, 3, 64, 130, 150)
-CASES = [  # every value of each column
+CASES = [  # every value of each field
     Case(64, 2, 3, 1, 150),
     Case(64, 1, 3, 5, 150, Hv=48, window=17, sinks=True),
     Case(80, 2, 1, 2, 150, sinks=True),
@@ -173,7 +174,7 @@ CASES = [  # every value of each column
 def test_the_kernel_computes_the_formula_whatever_lies_past_the_lengths(case, capfd):
     arrays, want_o, want_lse = make(case, LENGTHS)
     o, lse = interpret(functools.partial(attend, case), arrays, capfd)
-    assert o.dtype == BF16 and not np.asarray(o[0]).any()  # row 0 is empty
+    assert o.dtype == BF16 and not np.asarray(o[0]).any()  # slot 0 is empty
     assert_close(o, want_o, rtol=BF16_RTOL, what=str(case))
     assert_lse(lse, want_lse, str(case))
 
@@ -183,7 +184,7 @@ def test_the_kernel_computes_the_formula_whatever_lies_past_the_lengths(case, ca
 @pytest.mark.parametrize("multiprocessors", [0, 3, 132])
 @pytest.mark.parametrize("case", [Case(64, 2, 3, 2, 450, window=400), CASES[11]], ids=str)
 def test_the_number_of_splits_changes_nothing(case, multiprocessors, capfd, monkeypatch):
-    """With few, blocks go round the ring more than once."""
+    """With few splits, the blocks go round the ring buffer more than once."""
     monkeypatch.setattr(gpu, "MULTIPROCESSORS", multiprocessors)
     monkeypatch.setattr(gpu, "MAX_STAGES", 2)
     arrays, want_o, want_lse = make(case, (case.S, 0, case.S - 20))
@@ -204,7 +205,7 @@ def test_the_number_of_splits_changes_nothing(case, multiprocessors, capfd, monk
     ids=str,
 )
 def test_parts_of_a_cache_with_lengths_below_0_and_above_them_merge_to_the_whole(case, capfd):
-    """Some parts hold nothing but NaN, and some queries see nothing in a part that is filled."""
+    """Some parts hold only NaN, and some queries see nothing of a part that is filled."""
     parts = 4 if case.T == 8 else 2
     arrays, want_o, want_lse = make(case, (3, 64, 130, 256))
     part = split({x: a for x, a in arrays.items() if a is not None}, parts)
@@ -218,7 +219,7 @@ def test_parts_of_a_cache_with_lengths_below_0_and_above_them_merge_to_the_whole
 
 @INTERPRETED
 def test_blocks_before_the_window_are_not_read(capfd):
-    """Whatever they hold: 0 * NaN would show."""
+    """The blocks before the first slot's window hold NaN, and 0 * NaN would show."""
     case = Case(64, 1, 2, 2, 300, window=70)
     arrays, want_o, want_lse = make(case, (299, 140))
     for name in ("k_BKSH", "v_BKSH"):
@@ -228,7 +229,7 @@ def test_blocks_before_the_window_are_not_read(capfd):
     assert_lse(lse, want_lse)
 
 
-# ---- what is read, and by how many
+# ---- how splits share the blocks
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 20))
@@ -262,7 +263,7 @@ def test_partial_results_move_no_more_than_the_cache_that_a_split_reads():
 
 
 class Groups(NamedTuple):
-    """Rows by expert; the last `tail` belong to none."""
+    """Rows per expert. The last `tail` rows belong to none."""
 
     sizes: tuple[int, ...]
     tail: int
@@ -276,7 +277,7 @@ class Groups(NamedTuple):
 
 
 def weights(form, E, n_out, n_in, shape=jax.ShapeDtypeStruct):
-    """The shapes of E matrices [O, I]."""
+    """Returns the shapes of E matrices [O, I]."""
     if form is Int8:
         return Int8(shape((E, n_out, n_in), INT8), shape((E, n_out), jnp.float32))
     if form is Fp8:
@@ -294,12 +295,12 @@ def multiply(interpret=False):
 
 GROUPS = [
     Groups((1,), 0, 128, 64),
-    Groups((3, 0, 5, 1), 2, 144, 80),  # a block of columns, and part of another; so of rows
+    Groups((3, 0, 5, 1), 2, 144, 80),  # blocks of columns and of rows: one, and part of another
     Groups((0, 20, 13, 0, 1), 5, 272, 128, Int8),
     Groups((2, 0, 40), 0, 144, 96, Int8),
     Groups((0, 3, 9), 0, 272, 160, Fp8),
     Groups((17, 0, 1), 3, 128, 200, Fp8),
-    Groups((0, 3, 9), 2, 416, 80, Mxfp4),  # part of a block of columns; of rows, some twice
+    Groups((0, 3, 9), 2, 416, 80, Mxfp4),  # part of a block of columns; some rows twice
     Groups((17, 0, 1), 3, 32, 128, Mxfp4),
     Groups((0, 0), 9, 128, 64),
 ]
@@ -309,7 +310,8 @@ GROUPS = [
 @INTERPRETED
 @pytest.mark.parametrize("case", GROUPS, ids=str)
 def test_ragged_dot_multiplies_each_row_by_its_experts_matrix(case, capfd, monkeypatch):
-    """Rows of no expert hold NaN and give zeros. With 2 stages, blocks go round the ring."""
+    """Rows of no expert hold NaN, and give zeros. With 2 stages, the blocks go round the ring
+    buffer."""
     monkeypatch.setattr(ragged, "MAX_STAGES", 2)
     rng = np.random.default_rng(0)
     sizes, tail, n_in, n_out, form = case
@@ -317,7 +319,7 @@ def test_ragged_dot_multiplies_each_row_by_its_experts_matrix(case, capfd, monke
     x = np.append(rng.standard_normal((len(own), n_in)), np.full((tail, n_in), np.nan), axis=0)
 
     def draw(shape, dtype):
-        if dtype == U8:  # codes, or scales
+        if dtype == U8:  # scales, or codes
             values = rng.integers(*((118, 134) if shape[2] == n_in // 32 else (0, 256)), shape)
         elif dtype == INT8:
             values = rng.integers(-127, 128, shape)
@@ -351,7 +353,7 @@ def test_every_row_has_a_place_in_a_tile_and_no_tile_reads_an_expert_without_row
     assert (expert[tile_M[:n]] == own).all() and used[tile_M[:n]].all()
     assert (start[tile_M[:n]] + row_M[:n] == np.arange(n)).all()
     assert (row_M[:n] < rows).all() and not (start[used == 1] % 8).any()
-    assert set(np.flatnonzero(used)) == set(tile_M[:n])  # nor a tile without a row
+    assert set(np.flatnonzero(used)) == set(tile_M[:n])  # each used tile has a row
 
 
 @pytest.mark.parametrize("M, E, rows", [(8, 128, 16), (64, 128, 16), (64, 8, 32), (4096, 8, 128)])
@@ -387,7 +389,7 @@ REAL = [
     Case(64, 8, 8, 1, 2048, cache=INT8, Hv=64, row=128, scaled=True),
     Case(64, 8, 8, 3, 2048, cache=FP8, Hv=64, row=128),
 ]
-# Bytes, with JAX 0.10 alone, whose Mosaic GPU wants two registers more than the 255 there are.
+# Bytes spilled, only with JAX 0.10: its Mosaic GPU needs two registers more than the 255 available.
 SPILLED = {Case(256, 2, 4, 1, 2048, cache=INT8, scaled=True): 8}
 FEW = [REAL[3], REAL[9], REAL[-1]]
 REAL_GROUPS = {
@@ -417,7 +419,7 @@ HOPPER = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, pla
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_the_kernel_lowers_for_cuda_on_a_machine_without_a_gpu(case, devices):
-    """And with the slots split over eight devices, alike on each."""
+    """The same holds with the slots split over eight devices, which all run one program."""
     types = (AxisType.Auto,)
     mesh = AbstractMesh((devices,), ("x",), axis_types=types, abstract_device=HOPPER)
     arrays = {x: a for x, a in shapes_of(case, 8).items() if x != "sinks_N" and a is not None}
@@ -443,7 +445,7 @@ def test_ragged_dot_lowers_for_cuda_on_a_machine_without_a_gpu(case):
 @IMPORTED
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_beside_a_plain_implementation_the_kernel_is_in_programs_for_cuda_alone(platform):
-    """Traced either way, on a machine without a GPU."""
+    """The program is traced for each platform, on a machine without a GPU."""
     case = FEW[0]
     arrays = shapes_of(case, 2)
     plain = lambda arrays: jax.tree.map(
@@ -459,14 +461,14 @@ def test_beside_a_plain_implementation_the_kernel_is_in_programs_for_cuda_alone(
 
 @functools.cache
 def hopper():
-    """A mesh of one GPU that is not there."""
+    """Returns a mesh of one GPU that is not there."""
     return Mesh(np.array(devices_of("h100")), ("x",))
 
 
 @pytest.fixture
 def compile_for_hopper(capfd, monkeypatch):
-    """Compiles for a GPU that is not there, with no register spilled (or so many bytes); gives the
-    temporaries."""
+    """Compiles for a GPU that is not there, and asserts that no registers are spilled (or `spills`
+    bytes at most). Returns the bytes of temporaries."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     mesh = hopper()
     place = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
@@ -523,14 +525,14 @@ def test_compiled_for_hopper_ragged_dot_spills_no_register_and_upcasts_no_matrix
 REFUSED = {
     "queries of bfloat16, not float32": dict(q_BTNH=jax.ShapeDtypeStruct((2, 1, 4, 64), "float32")),
     "not ['float32']": dict(cache=jnp.float32),
-    "a multiple of 16, not [72, 72]": dict(H=72),
+    "multiples of 16 (of 32 for values wider than 256), not [72, 72]": dict(H=72),
     "not [64, 528]": dict(Hv=528),
     "no heads as wide as [1024, 64]": dict(H=1024, Hv=64),
-    "divides by 4, not 150": dict(cache=INT8, scaled=True),
+    "a multiple of 4, not 150": dict(cache=INT8, scaled=True),
     "scales of both keys and values": dict(
         k_scale_BKS=jax.ShapeDtypeStruct((2, 2, 150), "float32")
     ),
-    "shared memory is too small": dict(H=576, Hv=512, row=576, cache=INT8, scaled=True),
+    "on-chip memory is too small": dict(H=576, Hv=512, row=576, cache=INT8, scaled=True),
 }
 
 

@@ -1,4 +1,5 @@
-"""Of a reply in channels the final one is shown and remembered, the analysis shown on request."""
+"""If a reply has channels, only the final one is shown and remembered. The analysis is shown on
+request."""
 
 import io
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ ANSWER = "<|start|>assistant<|channel|>final<|message|>Père: 4<|return|>"
 
 @pytest.fixture
 def tok():
-    """Bytes, so that é is two tokens, and the markers."""
+    """Makes a tokenizer of bytes and the markers. In it, é is two tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

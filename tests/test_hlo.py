@@ -1,4 +1,4 @@
-"""What is read off a compiled program, on programs that are small enough to be counted by hand."""
+"""What we read from a compiled program, on programs that are small enough to count by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ COSTS = COSTS.replace(
 
 def test_cycles_and_operations_count_by_loop_round_and_neither_inside_fusions_nor_in_branches():
     program = parse(COSTS)
-    # The all-reduce and the comparison of five rounds, and the fusion, of which the inside is part.
+    # Five rounds, each with an all-reduce and a comparison; and the fusion, including its inside.
     assert cycles(program) == 5 * 3 + 100
     assert operations(program) == 5 * 2 + 1
 
@@ -198,5 +198,6 @@ def test_the_traffic_of_a_compiled_program_is_what_its_loop_reads_and_writes():
     n, rounds = 1 << 16, 7
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n,), (rounds, n))]
     got = traffic(parse(f.lower(*shapes).compile().as_text()))
-    # Each round reads a row and the product so far, and writes the product; the first one's copy.
+    # Each round reads a row and the product so far, and writes the product. Before the first round
+    # the product may be copied.
     assert 3 * 4 * n * rounds <= got < 1.01 * (3 * rounds + 2) * 4 * n

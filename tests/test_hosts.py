@@ -1,5 +1,5 @@
-"""Several processes on one machine, as on many hosts: they compute what one computes, say what is
-wrong before they load, and none outlives another."""
+"""Several processes on one machine, as on many hosts. They compute what one process computes,
+report errors before they load, and when one ends, all end."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from common.machines.preflight import differences
 from common.sharding import parse_mesh
 
 EMBEDDED = ROOT / "llama3" / "embedded"
-PROMPTLY = 20  # seconds, of which a busy machine needs most; without our care it is minutes
+PROMPTLY = 20  # seconds, most of them for a busy machine; without our code it takes minutes
 
 
 def free_port():
@@ -33,8 +33,8 @@ def free_port():
 
 @pytest.fixture
 def start():
-    """Starts a Python process with CPU devices of its own, which ends with the test at last. Its
-    standard input stays open if `stdin` is None."""
+    """Starts a Python process with its own CPU devices, and kills it after the test. Its standard
+    input stays open if `stdin` is None."""
     running = []
 
     def call(command, devices=2, stdin="", **environment):
@@ -64,7 +64,7 @@ def start():
 
 @pytest.fixture
 def pair(start):
-    """Two processes of the command line; `mine` are the options of each alone."""
+    """Starts two processes of the command line. `mine` has the options of each one alone."""
 
     def call(*options, mine=((), ()), stdin=("", "")):
         where = ["--coordinator", f"127.0.0.1:{free_port()}", "--mesh", "tensor=4"]
@@ -80,7 +80,7 @@ def pair(start):
 
 
 def ends(processes):
-    """(exit code, stdout, stderr) of each."""
+    """Waits for the processes, and returns (exit code, stdout, stderr) of each."""
     out = []
     for process in processes:
         text, errors = process.communicate(timeout=120)
@@ -93,7 +93,7 @@ def ends(processes):
 
 
 def on_all_eight(family):
-    """A variant, and a mesh of all eight devices that it fits."""
+    """Returns a variant, and a mesh of all eight devices that can split it."""
     for variant in (*FAMILIES[family].precise, *fixtures(family)):
         for axes in meshes(family, variant):
             if np.prod([*parse_mesh(axes).values()]) == 8:
@@ -133,7 +133,7 @@ with joined(read_host_options(place)) as group:
     "family", [pytest.param(f, marks=() if f == "llama3" else pytest.mark.full) for f in FAMILIES]
 )
 def test_two_processes_give_the_logits_and_greedy_texts_of_transformers(start, family):
-    """Which are those of one process on one device, as test_families holds."""
+    """test_families asserts the same for one process on one device."""
     variant, axes = on_all_eight(family)
     place = ["--coordinator", f"127.0.0.1:{free_port()}", "--process"]
     command = ["-c", ANSWERS, family, variant, axes, *place]
@@ -144,7 +144,8 @@ def test_two_processes_give_the_logits_and_greedy_texts_of_transformers(start, f
 
 @pytest.mark.full
 def test_prompts_on_the_standard_input_of_process_0_reach_all(pair):
-    """And its stdout holds the text alone, that of one process; another's holds nothing."""
+    """The stdout of process 0 holds only the text, which is that of a single process. The stdout of
+    process 1 holds nothing."""
     options = ["--max-new-tokens", "8", "--max-len", "64", "--json", "--dtype", "float32"]
     first, second = ends(pair(*options, stdin=("KING.", "another")))
     assert (first[0], second) == (0, (0, "", ""))
@@ -159,7 +160,7 @@ def test_prompts_on_the_standard_input_of_process_0_reach_all(pair):
 
 
 def refused(processes):
-    """The lines with which all processes end."""
+    """Asserts that all processes end soon with exit code 2, and returns each one's error lines."""
     began = time.monotonic()
     out = ends(processes)
     assert [(code, text) for code, text, _ in out] == [(2, "")] * len(out), out
@@ -185,7 +186,8 @@ def test_process_0_that_does_not_come_is_named_with_its_address(start):
 
 
 def test_all_that_differs_is_said_a_line_each_on_every_process(pair, tmp_path):
-    """Options, the config, and a file of weights that one has cut off and one has not."""
+    """The options differ, config.json differs, and so do two files of weights: one is cut off in
+    process 1, the other is missing there."""
     for i in range(2):
         shutil.copytree(EMBEDDED, tmp_path / f"{i}")
     config = tmp_path / "1" / "config.json"
@@ -228,7 +230,7 @@ def test_a_mistake_in_one_process_ends_the_others_with_a_line_that_names_it(
 
 @pytest.mark.full
 def test_damage_that_one_process_finds_while_it_loads_ends_the_others_too(pair, tmp_path):
-    """The sizes of all files are alike."""
+    """All files have the same sizes, so the check before loading finds no difference."""
     for i in range(2):
         shutil.copytree(EMBEDDED, tmp_path / f"{i}")
     weights = tmp_path / "1" / "model.safetensors"
@@ -301,7 +303,7 @@ def test_a_stranger_on_the_port_of_process_0_is_ignored(start):
 
 
 def speaking(pair):
-    """Two processes in the middle of a long text."""
+    """Returns two processes in the middle of a long text."""
     both = pair("--prompt", "KING.", "--max-new-tokens", "400")
     assert both[0].stdout.read(2)
     return both
@@ -352,12 +354,12 @@ def test_a_difference_names_all_processes_and_passes_over_those_that_cannot_say(
     ]
 
 
-# ---- where a process stands
+# ---- the place of a process
 
 
 @pytest.fixture
 def place(monkeypatch):
-    """The place that options and variables give."""
+    """Finds the place of a process from options and environment variables."""
     for name in os.environ:
         if name.startswith(("JAX_COORD", "JAX_PROC", "JAX_NUM_P", "SLURM", "OMPI", "KUBE", "TPU_")):
             monkeypatch.delenv(name)
@@ -391,7 +393,8 @@ def test_an_allocation_without_a_step_of_several_tasks_is_one_process(place):
 
 
 def test_a_slurm_step_of_several_tasks_is_found(place):
-    """The port is made of the job's number by JAX, as is the device of a GPU node's second task."""
+    """JAX computes the port from the job's number, and the device from the task's number on its
+    node."""
     found = place(**SLURM, SLURM_STEP_NUM_TASKS="4")
     assert found == (f"node007:{70001 % 4096 + 61440}", 2, 4, [1])
     assert place(JAX_COORDINATOR_PORT="1234", JAX_LOCAL_DEVICE_IDS="0") == (
@@ -416,7 +419,7 @@ def test_variables_and_options_say_the_same(place):
         (["--coordinator", "a:1"], "nothing here says"),
         (["--coordinator", "a:1", "--process", "2/2"], "--process '2/2': expected I/N"),
         (["--coordinator", "a:1", "--process", "two"], "--process 'two': expected I/N"),
-        (["--coordinator", "a", "--process", "0/2"], "'a', where process 0 listens, is not HOST:"),
+        (["--coordinator", "a", "--process", "0/2"], "the address of process 0, 'a', is not HOST:"),
     ],
 )
 def test_a_place_that_is_half_known_is_refused(place, options, message):
@@ -427,7 +430,7 @@ def test_a_place_that_is_half_known_is_refused(place, options, message):
 
 @pytest.mark.full
 def test_two_tasks_of_a_slurm_step_run_as_one(start):
-    """srun gives each these variables; it needs no option."""
+    """srun sets these variables for each task, so no option is needed."""
     step = {**SLURM, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
     step |= {"SLURM_STEP_NUM_TASKS": "2", "JAX_COORDINATOR_PORT": str(free_port())}
     command = ["-m", "llama3.main", "--prompt", "KING.", "--max-new-tokens", "4"]

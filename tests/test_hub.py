@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a directory, or a repository of the hub."""
+"""Where a checkpoint lies: in a directory, or in a repository on the hub."""
 
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +15,7 @@ from common.loading.shape import read_shape
 
 @pytest.fixture
 def downloads(monkeypatch):
-    """Calls of the hub, which answers with the path /snapshot."""
+    """Records the calls of the hub, which returns the path /snapshot."""
     calls = []
 
     def snapshot_download(repo, **options):
@@ -92,7 +92,7 @@ HUB_ERRORS = {
 @pytest.mark.parametrize(("raised", "error", "match"), HUB_ERRORS.values(), ids=HUB_ERRORS)
 def test_the_hub_refusing_is_one_line_that_says_what_to_do(monkeypatch, raised, error, match):
     def snapshot_download(repo, **options):
-        raise raised.__new__(raised)  # their constructors want a response of the hub
+        raise raised.__new__(raised)  # their constructors need a response from the hub
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     refused(error, match, locate, "a/b", "v9")
@@ -120,7 +120,7 @@ def test_a_path_that_is_not_there_and_no_hub_id_asks_no_hub(ckpt, downloads):
 def test_a_file_or_a_local_revision_is_refused(tmp_path):
     (tmp_path / "model.safetensors").touch()
     file = str(tmp_path / "model.safetensors")
-    refused(NotADirectoryError, "a checkpoint is the directory it lies in", locate, file)
+    refused(NotADirectoryError, "is a file; give the directory that it lies in", locate, file)
     refused(ValueError, "has no revision 'main'", locate, str(tmp_path), "main")
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from common.kernels.softmax import NEG_INF, merge_parts, normalized, online_softmax
 from common.kernels.visible import first_seen
 
-ATOL = 2e-6  # of numbers up to 4; reached: 5e-7
+ATOL = 2e-6  # for numbers up to 4; measured: 5e-7
 
 
 def attention(scores, values):
-    """In float64, over all positions at once; a masked score is -inf."""
+    """Computes attention in float64, over all positions at once. A masked score is -inf."""
     seen = np.isfinite(scores).any(1)
     lse = np.full(len(scores), -np.inf)
     lse[seen] = np.log(np.exp(scores[seen]).sum(1))
@@ -28,7 +28,8 @@ def attention(scores, values):
 
 
 def random_scores(rows=9, positions=24):
-    """Row 0 sees nothing, row 1 the last position alone, row 2 the first; other rows half."""
+    """Returns scores and values. Row 0 sees nothing, row 1 only the last position, row 2 only the
+    first; other rows see half."""
     rng = np.random.default_rng(0)
     scores = rng.normal(0, 3, (rows, positions))
     masked = rng.random(scores.shape) < 0.5
@@ -39,7 +40,7 @@ def random_scores(rows=9, positions=24):
 @pytest.mark.parametrize("keepdims", [True, False])
 @pytest.mark.parametrize("block", [1, 5, 24])
 def test_blocks_of_scores_give_the_softmax_of_all(block, keepdims):
-    """As numbers [rows, 1], which numpy's rules spread, or [rows], which `spread` does."""
+    """Maxima and sums are [rows, 1], which broadcasts, or [rows], which `spread` broadcasts."""
     scores, values = random_scores()
     finite = jnp.asarray(np.maximum(scores, NEG_INF), jnp.float32)
     spread = {} if keepdims else dict(spread=lambda x: x[:, None])
@@ -75,7 +76,8 @@ def test_workers_on_other_positions_of_the_same_rows_agree_on_the_maximum():
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_parts_merge_to_the_attention_over_all_and_nothing_to_nothing(parts):
-    """Whatever the log-sum-exps are: those of rows 3 and 4 differ by 400, and overflow as sums."""
+    """They do for any log-sum-exps. In row 3 they differ by 400, in row 4 they are near -500: plain
+    sums would overflow or vanish."""
     scores, values = random_scores()
     scores[3] += np.where(np.arange(scores.shape[1]) < 12, 200, -200)
     scores[4] -= 500
@@ -84,7 +86,7 @@ def test_parts_merge_to_the_attention_over_all_and_nothing_to_nothing(parts):
     o, lse = (jnp.asarray(np.stack(x), jnp.float32) for x in zip(*each, strict=True))
     o, lse = jax.jit(merge_parts)(o, lse)
     want_o, want_lse = attention(scores, values)
-    assert_close(o, want_o, atol=1e-5)  # reached: 2e-6; float32 knows 500 to 3e-5
+    assert_close(o, want_o, atol=1e-5)  # measured: 2e-6; float32 resolves 500 to 3e-5
     assert np.isneginf(lse[0]) and not np.asarray(o[0]).any()
     assert_close(lse[1:], want_lse[1:], rtol=2e-7)
 

@@ -1,4 +1,4 @@
-"""What is special in Kimi K2: its config.json, and the tokenizer in tiktoken's format."""
+"""What is special about Kimi K2: its config.json, and the tokenizer in tiktoken's format."""
 
 import base64
 import itertools
@@ -51,7 +51,7 @@ def test_four_bit_files_of_k2_thinking_are_refused_by_name():
 
 
 def joined(word: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """What tiktoken makes of a word, step by step: the leftmost pair of the lowest rank is joined
+    """Encodes a word as tiktoken does, step by step: joins the leftmost pair of the lowest rank,
     until no pair is a token."""
     parts = [bytes([b]) for b in word]
     if word in ranks:
@@ -70,7 +70,7 @@ def tokenizer():
 
 
 def words_of(tokenizer, text):
-    """The words into which a text is cut, as bytes."""
+    """Returns the words into which the tokenizer cuts a text, as bytes."""
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     cut = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
     return [bytes(byte_of[c] for c in word) for word, _ in cut]
@@ -108,7 +108,7 @@ def test_a_word_is_joined_as_tiktoken_joins_it(tokenizer, text):
 )
 def test_text_is_cut_into_words_as_kimi_cuts_it(tokenizer, text, words):
     assert [word.decode() for word in words_of(tokenizer, text)] == words
-    assert "&&" in WORDS  # of which not every library of regular expressions knows the meaning
+    assert "&&" in WORDS  # not every library of regular expressions supports this
 
 
 def test_special_tokens_have_the_ids_after_the_ranks(tokenizer):
@@ -128,12 +128,12 @@ def test_special_tokens_have_the_ids_after_the_ranks(tokenizer):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda lines: [*lines[:3], "no base64 3", *lines[4:]], "line 4 is no token and its rank"),
-        (lambda lines: [*lines[:3], "QQ== x", *lines[4:]], "line 4 is no token and its rank"),
+        (lambda lines: [*lines[:3], "no base64 3", *lines[4:]], "line 4 is not a token and rank"),
+        (lambda lines: [*lines[:3], "QQ== x", *lines[4:]], "line 4 is not a token and rank"),
         (lambda lines: lines[1:], "ranks are not 0, 1, 2"),
         (
             lambda lines: [*lines, lines[-1].replace(" ", "QUJD ")],
-            "line 1281 is no token|ranks are",
+            "line 1281 is not a token|ranks are",
         ),
         (lambda lines: lines[:200], "ranks are not 0, 1, 2"),
         (lambda lines: [], "ranks are not 0, 1, 2"),

@@ -1,5 +1,6 @@
-"""What is tested of one family for all, on Llama 3: the company of a request changes nothing,
-gradients are right, and a missing reduction is refused; and what is special in its config.json."""
+"""Properties of all families that are tested only on Llama 3: other requests do not change what a
+request gets, gradients are right, and a missing reduction is refused. Also the special keys of its
+config.json."""
 
 import functools
 
@@ -18,7 +19,7 @@ from llama3 import model
 
 INTERPRETED = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
-    reason="JAX before 0.11 exports no interpreter of Mosaic GPU",
+    reason="JAX before 0.11 has no public interpreter of Mosaic GPU",
 )
 
 # ---- what is around a request changes nothing
@@ -29,7 +30,7 @@ SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.95)
 
 @functools.cache
 def alone(i):
-    """Prompt i, in the only slot, read at once: 8 greedy tokens and 8 sampled ones."""
+    """Serves prompt i in the only slot, read at once. Returns 8 greedy and 8 sampled tokens."""
     engine, prompt = load("llama3", "scaled"), goldens("llama3", "scaled")[i].tokens
     one = dict(slots=1, capacity=80, bucket=64)
     greedy = serve(engine, [Request(prompt, 0, 8)], **one)[0]
@@ -38,7 +39,7 @@ def alone(i):
 
 @st.composite
 def chunks(draw, total, most):
-    """`total` as a sum of numbers from 1 to `most`."""
+    """Draws numbers from 1 to `most` that sum to `total`."""
     parts = []
     while sum(parts) < total:
         parts.append(draw(st.integers(1, min(most, total - sum(parts)))))
@@ -74,7 +75,7 @@ def test_order_slot_neighbours_padding_buckets_chunks_and_capacity_change_nothin
     "implementation", ["tpu", pytest.param("gpu", marks=INTERPRETED), "blocked"]
 )
 def test_a_prompt_read_eight_tokens_at_a_time_in_bf16_goes_through_the_kernels(implementation):
-    """As speculative decoding verifies; interpreted."""
+    """Speculative decoding verifies so. The kernels are interpreted."""
     engine, n = load("llama3", "heads_of_16", dtype="bfloat16"), 8
     prompt, got = goldens("llama3", "heads_of_16")[-1], []
     cache = empty_cache(engine, 1, capacity=128, dtype=jnp.bfloat16)
@@ -86,7 +87,7 @@ def test_a_prompt_read_eight_tokens_at_a_time_in_bf16_goes_through_the_kernels(i
 
 
 def test_gradients_of_the_reference_match_finite_differences():
-    """Along a random direction through all weights at once, on two devices."""
+    """The difference is along a random direction through all weights at once, on two devices."""
     engine = load("llama3", "tied", "tensor=2")
     tokens_BT = jnp.asarray(goldens("llama3", "tied")[2].tokens)[None]
     T = tokens_BT.shape[1]
@@ -119,8 +120,8 @@ def test_gradients_of_the_reference_match_finite_differences():
 
 
 def test_a_body_that_misses_a_reduction_is_refused(monkeypatch):
-    """`check_vma` is in force: an argmax over one device's logits is not a token that all devices
-    agree on."""
+    """`check_vma` is on. An argmax over one device's logits is not a token that all devices agree
+    on."""
     engine = load("llama3", "scaled", "tensor=2")
     monkeypatch.setattr(
         model, "sample", lambda logits_BV, *_, **__: logits_BV.argmax(-1).astype(jnp.int32)

@@ -1,5 +1,5 @@
-"""What is special in Llama 4: chunks, layers without positions, experts on scaled input, a
-config.json and files of more than text, and its way to write a conversation."""
+"""What is special about Llama 4: chunks, layers without positions, experts on scaled input, a
+config.json and files that hold more than text, and the format of its conversations."""
 
 import json
 import math
@@ -28,7 +28,7 @@ ATOL = 1e-4
 
 
 def border(chunk, around):
-    """The lengths of a first part that ends near a border of a chunk."""
+    """Returns lengths of a first part that ends near the border of a chunk."""
     return [around * chunk + i for i in (-2, -1, 0, 1, 2)]
 
 
@@ -44,7 +44,7 @@ def border(chunk, around):
 def test_a_prompt_cut_in_two_around_the_end_of_a_chunk_gives_the_golden_logits(variant, first):
     engine, prompt = load("llama4", variant), goldens("llama4", variant)[-1]
     cache, n = empty_cache(engine, 1), len(prompt.tokens)
-    padded = np.full((1, n), 3, np.int32)  # one size is compiled once
+    padded = np.full((1, n), 3, np.int32)  # one size, so it compiles once
     padded[0, :first] = prompt.tokens[:first]
     _, cache = forward(engine, cache, padded, [n])
     rest = np.full((1, n), 3, np.int32)
@@ -162,7 +162,7 @@ def test_experts_that_do_not_divide_by_the_mesh_are_refused_with_both_numbers():
 
 
 def test_the_published_shapes_have_the_published_numbers_of_parameters():
-    """Of 109 and 400 billion."""
+    """They are 109 and 400 billion."""
     for name, parameters in {"llama-4-scout": 109e9, "llama-4-maverick": 400e9}.items():
         weights = by_path(model.weight_layout(model.config_from_hf(SHAPES[name]))).values()
         assert_close(sum(math.prod(w.shape) for w in weights), parameters, rtol=2e-2, what=name)
@@ -183,7 +183,8 @@ TEMPLATE = (
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    """Bytes, and the special tokens of Llama 4, in files like the published ones."""
+    """Loads a tokenizer of bytes and Llama 4's special tokens, from files like the published
+    ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""The pictures in the READMEs are those that tools/pictures.py draws, and say what is true."""
+"""tools/pictures.py draws the pictures in the READMEs, and what they say is true."""
 
 import importlib
 import itertools
@@ -20,7 +20,7 @@ D, F, V = 768, 3072, 50257
 
 
 def words(name):
-    """All that a committed picture says, a line of text a line."""
+    """Returns the words of a committed picture, one line for each line of text."""
     root = ElementTree.parse(pictures.FOLDER / f"{name}.svg").getroot()
     return "\n".join(e.text for e in root.iter() if e.tag.endswith("}text"))
 
@@ -43,7 +43,7 @@ def test_every_file_is_drawn_by_the_script():
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_a_picture_is_in_the_readme_that_it_belongs_to(name):
-    folder = ROOT / ("common/kernels" if name == "kernels" else name)
+    folder = ROOT / {"kernels": "common/kernels", "house": "."}.get(name, name)
     shown = re.findall(r"!\[([^\]\n]+)\]\(([^)]+)\)", (folder / "README.md").read_text())
     texts = {(folder / target).resolve(): alt for alt, target in shown}
     assert len(texts[pictures.FOLDER / f"{name}.svg"]) > 20
@@ -59,8 +59,8 @@ def test_a_picture_has_both_colours_and_fetches_nothing(name):
 
 
 def extents(name, letter=6.6):
-    """Of each line of text its words, left, right and baseline, by the estimate that a letter is so
-    wide, in a title 1.2 times; and of each box left, right, top and bottom."""
+    """Returns (words, left, right, baseline) of each line of text, and (left, right, top, bottom)
+    of each box. Assumes that every letter is `letter` wide, and 1.2 times that in a title."""
     texts, boxes = [], []
     for e in ElementTree.parse(pictures.FOLDER / f"{name}.svg").getroot().iter():
         kind = e.get("class", "")
@@ -76,7 +76,7 @@ def extents(name, letter=6.6):
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_words_stay_in_the_picture_and_in_their_box(name):
-    """A font that is wider than most still fits."""
+    """Even a font that is wider than most fits."""
     _, (background, *_) = extents(name)
     for words, left, right, y in extents(name, letter=7.2)[0]:
         assert left >= 4 and right <= background[1], words
@@ -109,8 +109,8 @@ def test_gpt2_has_the_numbers_that_the_picture_says():
 
 
 def collectives(jaxpr):
-    """Shape and dtype of each all-reduce of a program; but not in the branches of a `cond`, which
-    greedy decoding does not take."""
+    """Yields the shape and dtype of each all-reduce of a program, but skips the branches of a
+    `cond`, which greedy decoding does not take."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if re.match(r"psum|pmax|pmin", name):
@@ -127,7 +127,7 @@ def is_jaxpr(x):
 
 
 def test_llama3_sends_what_the_picture_says():
-    """By the step itself, traced over four devices."""
+    """The step itself is traced over four devices."""
     model = importlib.import_module("llama3.model")
     shapes = importlib.import_module("llama3.shapes")
     c, shards = model.config_from_hf(shapes.SHAPES["llama3.1-8b"]), Shards(tensor=4)
@@ -166,7 +166,7 @@ def test_llama3_reads_what_the_picture_says():
 
 
 def test_the_experts_of_the_picture_compute_what_it_says():
-    """Token by token, without a sort."""
+    """Computed token by token, without a sort."""
     x = np.array([[0.0, 1], [1, 2], [2, 0], [3, 2]])
     router = np.array([[-0.3, 0.8], [0.7, -0.6], [0.2, -0.2], [0, -0.6]])
     matrices = np.array([np.eye(2), 2 * np.eye(2), [[0, 1], [1, 0]], 3 * np.eye(2)])
@@ -229,7 +229,8 @@ def test_latent_attention_takes_the_bytes_that_the_picture_says():
 
 
 def test_the_experts_of_the_two_models_are_those_that_the_picture_says():
-    """By the rules, in numpy: sums of the two best in each group, then the best of four groups."""
+    """Computed by the rules, in numpy: the sum of the two best in each group, then the best experts
+    of four groups."""
     s_E = 1 / (1 + np.exp(-np.random.default_rng(1).normal(size=384)))
     groups = s_E[:256].reshape(8, 32)
     sums = np.sort(groups)[:, -2:].sum(axis=1)
@@ -269,7 +270,7 @@ def test_the_numbers_of_the_two_models_are_those_that_their_papers_say():
 
 
 def test_a_query_of_the_picture_sees_its_chunk():
-    """The coloured squares of both grids, one by one."""
+    """Checks the coloured squares of both grids one by one."""
     root = ElementTree.parse(pictures.FOLDER / "llama4.svg").getroot()
     squares = {"blue": set(), "green": set()}
     for e in root.iter():

@@ -1,4 +1,4 @@
-"""How matrices are stored, and their products, against plain numpy."""
+"""The forms in which matrices are stored, and their products, against plain numpy."""
 
 import functools
 import re
@@ -54,7 +54,7 @@ def test_quantised_rows_give_back_every_number_within_half_a_step(numbers, dtype
 def test_a_row_of_zeros_stays_zeros_beside_others():
     x = np.zeros((3, 4, 5), np.float32)
     x[1, 2] = 1
-    with jax.debug_nans(True):  # NaN as an integer happens to be 0 on some devices only
+    with jax.debug_nans(True):  # only some devices convert NaN to the integer 0
         values, scale = map(np.asarray, quantize_rows(x))
     assert scale[1, 2] == np.float32(1 / 127) and (values[1, 2] == 127).all()
     assert np.count_nonzero(scale) == 1 and np.count_nonzero(values) == 5
@@ -76,13 +76,13 @@ def operands(lead, dtype):
 
 
 def quantised(x):
-    """Integers and steps in float64, for products in numpy."""
+    """Returns integers and steps in float64, for products in numpy."""
     values, step = jax.jit(quantize_rows)(x)
     return np.asarray(values).astype(np.float64), np.asarray(step).astype(np.float64)[..., None]
 
 
 def by_row(y):
-    """Every row over its largest number, for rows of very different sizes."""
+    """Returns the largest magnitude of every row, to scale rows of very different sizes."""
     y = np.asarray(y).astype(np.float64)
     return np.abs(y).max(-1, keepdims=True)
 
@@ -237,7 +237,7 @@ PART = slice(20, 75)
 
 
 def head_matrices(storage):
-    """One matrix after the other [N * O, I], and the numbers that they stand for [N, O, I]."""
+    """Returns the heads' matrices, one after the other [N * O, I], and their numbers [N, O, I]."""
     shape = (HEADS * PER_OUT, PER_IN)
     w = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     stored = jnp.asarray(w)

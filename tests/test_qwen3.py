@@ -1,4 +1,4 @@
-"""What is special in Qwen3: its config.json, fp8 files, and which layers are sparse."""
+"""What is special about Qwen3: its config.json, fp8 files, and which layers are sparse."""
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,8 @@ def test_both_spellings_of_a_config_mean_the_same():
 
 @pytest.mark.parametrize("variant, devices", [("tied", 8), ("moe", 8), ("fp8", 1)])
 def test_without_a_mesh_a_model_takes_the_devices_that_it_can_be_split_over(variant, devices):
-    """Of eight: its heads are no multiple of whole fp8 blocks, so one; else as many as it has."""
+    """There are eight devices. In fp8 it takes one, because the heads of two devices would not be
+    whole blocks; else it takes all."""
     mesh = best_mesh(model, config_of(variant), jax.devices(), slots=1, capacity=64)
     assert mesh.shape["data"] == 1 and mesh.size == devices
 

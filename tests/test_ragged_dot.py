@@ -1,4 +1,4 @@
-"""Every implementation of ragged_dot computes the formula of its docstring, and reads nothing
+"""Every implementation of ragged_dot computes the formula in its docstring, and reads nothing
 else."""
 
 import functools
@@ -34,8 +34,8 @@ MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
 
 def matrices(w):
-    """The float64 matrices [E, O, I] that w stands for, one number after the other where stored
-    in groups."""
+    """Returns the float64 matrices [E, O, I] that w stands for. Two numbers that share a byte
+    become neighbours."""
     arrays = [np.asarray(a) for a in jax.tree.leaves(w)]
     values, scale = arrays[0], arrays[-1].astype(np.float64)
     if isinstance(w, Int8):
@@ -63,7 +63,7 @@ def oracle(x, w, sizes, bias=None):
     return y
 
 
-# ---- what it is given
+# ---- inputs
 
 
 class Case(NamedTuple):
@@ -71,9 +71,9 @@ class Case(NamedTuple):
     E: int
     n_out: int
     n_in: int
-    form: Any = F32  # of w: a dtype, or a class
-    dtype: Any = F32  # of x
-    rows: str = "some"  # see group_sizes
+    form: Any = F32  # the form of w: a dtype, or a class
+    dtype: Any = F32  # the dtype of x
+    rows: str = "some"  # which experts have rows: see `group_sizes`
     bias: bool = False
 
     def __str__(self):
@@ -87,7 +87,8 @@ class Case(NamedTuple):
 
 
 def group_sizes(case):
-    """About half of the experts have rows, or all but one, and most rows an expert."""
+    """Returns group sizes. By default half of the experts have rows, and four fifths of the rows
+    have an expert; `rows` names other cases."""
     rng = np.random.default_rng(case.M * case.E)
     sizes = np.zeros(case.E, np.int32)
     if case.rows == "none":
@@ -179,7 +180,8 @@ def test_the_result_has_the_dtype_that_is_asked_for(implementation):
     inputs, want = make(case)
     y = run(inputs, implementation, out_dtype=F32)
     assert y.dtype == F32
-    # Not rounded at the end: what bfloat16 costs here is to scale an upcast weight beforehand.
+    # A result in float32 is not rounded. It would be less exact if the upcast bfloat16 weight were
+    # scaled before the product.
     assert_close(y, want, rtol=F32_RTOL)
 
 
@@ -189,7 +191,8 @@ E4M3 = np.arange(256).astype(np.uint8).view(jnp.float8_e4m3fn)[[*range(127), *ra
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("form", [Fp8, Mxfp4])
 def test_every_number_of_a_small_float_is_itself(form, implementation):
-    """Each alone in its row, at each place of a byte; subnormal ones and both zeros too."""
+    """Each number is alone in its row, at each place in a byte. Subnormal numbers and both zeros
+    are included."""
     if form is Fp8:
         values = np.zeros((1, len(E4M3), 8), E4M3.dtype)
         values[0, np.arange(len(E4M3)), np.arange(len(E4M3)) % 8] = E4M3
@@ -204,7 +207,7 @@ def test_every_number_of_a_small_float_is_itself(form, implementation):
     assert np.array_equal(y, matrix[0].T)
 
 
-# ---- the kernel, as strictly as it can be interpreted
+# ---- the kernel, in the strictest interpreter
 
 STRICT_CASES = [
     Case(3, 4, 136, 72, bias=True),
@@ -226,7 +229,8 @@ def fresh_interpreter():
 def test_the_kernel_reads_nothing_unset_or_out_of_bounds_and_does_not_race(
     case, fresh_interpreter, capfd
 ):
-    """Memory that was never written holds NaN here, and a copy arrives when it is waited for."""
+    """In this interpreter, memory that was never written holds NaN, and a copy arrives only when
+    the kernel waits for it."""
     inputs, want = make(case)
     interpret = pltpu.InterpretParams(detect_races=True)
     kernel = functools.partial(ragged_dot_tpu, out_dtype=case.dtype, interpret=interpret)
@@ -258,14 +262,14 @@ def test_the_pairs_cover_every_row_once_in_order_and_name_no_expert_without_rows
             assert owner[m] == -1
             owner[m] = expert
     assert [*owner] == [*np.repeat(np.arange(E), sizes), *[-1] * (M - sum(sizes))]
-    assert {*pairs.tile} == {*range(-(-M // rows))}  # each is zeroed, if nothing else
+    assert {*pairs.tile} == {*range(-(-M // rows))}  # a tile without rows is zeroed
     assert (np.diff(pairs.expert) >= 0).all() and (np.diff(pairs.tile) >= 0).all()
     busy = {e for e in range(E) if sizes[e]}
     assert {*pairs.expert} == (busy or {0}) and pairs.some == [bool(busy)]
 
 
 def kernel_of(case, jaxpr=None):
-    """The Pallas call in the program of a case."""
+    """Returns the Pallas call in the program of a case."""
     if jaxpr is None:
         x, w, sizes, bias = make(case)[0]
         product = functools.partial(ragged_dot, implementation="tpu")
@@ -313,8 +317,8 @@ def test_each_tile_of_an_expert_with_rows_is_fetched_once_and_of_the_others_none
 
 @pytest.fixture
 def watched(monkeypatch):
-    """What "blocked" reads of experts one by one, as (expert, row of the matrix); and the number of
-    rows of each product, where a round counts for every expert."""
+    """Records what "blocked" reads of single experts, as (expert, row of the matrix). Also records
+    the number of rows of each product; a round counts as one product per expert."""
     part, product, read, products = module._part, module._multiply, [], []
 
     def watched_part(w, e, at, n, dtype):
@@ -342,8 +346,8 @@ def watched(monkeypatch):
     ids=str,
 )
 def test_the_blocked_implementation_reads_the_experts_that_have_rows_alone(case, R, watched):
-    """Once each, at once or, where they are widened, in blocks of 256 columns of the output, times
-    no more rows than fill R: the mean and three times its root, at most 128."""
+    """Each matrix is read once: whole or, if it must be widened, in blocks of 256 columns of the
+    output. A product has R rows: the mean group size plus three times its root, at most 128."""
     inputs, _ = make(case)
     sizes = inputs[2]
     jax.block_until_ready(run(inputs, "blocked"))
@@ -384,7 +388,7 @@ def test_as_long_as_two_thirds_of_the_experts_have_rows_they_go_in_rounds(
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("M", [8, 64, 512])
 def test_a_row_gives_the_same_numbers_in_a_round_and_out_of_it(M, dtype):
-    """To the last bit: a token's text would depend on its neighbours' experts otherwise."""
+    """Equal to the last bit. Otherwise a token's text would depend on its neighbours' experts."""
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.standard_normal((8, 96, 136)), dtype)
     x = jnp.asarray(rng.standard_normal((M, 136)), dtype)
@@ -395,7 +399,8 @@ def test_a_row_gives_the_same_numbers_in_a_round_and_out_of_it(M, dtype):
 
 
 def shapes_of(form, E, n_out, n_in, sharding=None):
-    """w without numbers, its arrays laid out as the kernel reads them if they are placed."""
+    """Returns the shapes of w's arrays. With a sharding, they also have the layout that the kernel
+    reads."""
     sds = functools.partial(jax.ShapeDtypeStruct, sharding=sharding and row_major(sharding))
     if form is Int8:
         scale = jax.ShapeDtypeStruct((E, n_out), F32, sharding=sharding)
@@ -412,7 +417,8 @@ def shapes_of(form, E, n_out, n_in, sharding=None):
 
 @pytest.mark.parametrize("form", [F32, BF16, Int8, Fp8, Mxfp4])
 def test_the_compiled_blocked_implementation_copies_one_matrix_at_most(form):
-    """As it is (float32), or in float32: all of it (bfloat16 with jax 0.10) or a block."""
+    """A float32 matrix is copied as it is. Others are copied in float32: a block of the matrix, or
+    with jax 0.10 all of a bfloat16 one."""
     M, E, n_out, n_in = 64, 64, 2048, 256
     args = (shape((M, n_in), F32), shapes_of(form, E, n_out, n_in), shape((E,), jnp.int32))
     program = jax.jit(functools.partial(ragged_dot, implementation="blocked"))
@@ -421,8 +427,8 @@ def test_the_compiled_blocked_implementation_copies_one_matrix_at_most(form):
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     assert temporaries < activations + matrix < 4 * M * E * n_in
     assert form in (F32, BF16) or temporaries < activations + matrix / 2
-    # A loop counts once. Matrices of float32 have rounds: 4 rows for each expert in a round, and 4
-    # in the loop. Of the others this is one product, and what widens its block.
+    # The compiler counts a loop once. float32 matrices have rounds: 4 rows for each expert in a
+    # round, and 4 in the loop. The other forms have one product, and the widening of its block.
     rows = 4 * (E + 1) + 2 if form == F32 else M
     assert compiled.cost_analysis()["flops"] < 2 * rows * n_out * n_in
 
@@ -438,8 +444,8 @@ def shape(dims, dtype, sharding=None):
 @pytest.mark.parametrize("form", [F32, Int8, Fp8, Mxfp4])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_experts_and_columns_split_over_eight_devices_give_the_same(implementation, form):
-    """Each device turns the rows so that those of its experts come first, and gives zeros to the
-    rest. Without a kernel, under the check of replication."""
+    """Each device rotates the rows until those of its experts come first, and gives zeros for the
+    rest. Implementations without a kernel run under shard_map's check of replication."""
     (x, w, sizes, bias), want = make(Case(64, 8, 256, 96, form=form, bias=True))
     spec = P("expert", "tensor")
 
@@ -464,7 +470,8 @@ def test_experts_and_columns_split_over_eight_devices_give_the_same(implementati
 
 @pytest.mark.parametrize("name", ["x", "w", "bias"])
 def test_gradients_of_the_reference_match_differences_of_the_formula(name):
-    """Along a random direction; the formula is linear in each argument but for the others' part."""
+    """The difference is along a random direction. It may be large, because the formula is affine in
+    each argument."""
     (x, w, sizes, bias), y = make(Case(64, 8, 40, 56, bias=True))
     rng = np.random.default_rng(1)
     weight, arrays = rng.standard_normal(y.shape), dict(x=x, w=w, bias=bias)
@@ -513,8 +520,8 @@ def operations(compiled):
 
 
 def weights_written(compiled, w, shards=1):
-    """The operations that make an array as large as one of w's. Those into on-chip memory are no
-    temporaries, and count too."""
+    """Returns the operations that write an array of the shape of one of w's. Writes to on-chip
+    memory count, too, although they are not temporaries."""
     given = {(a.shape[0] // shards, *a.shape[1:]) for a in jax.tree.leaves(w)}
     found = []
     for op in operations(compiled):
@@ -529,7 +536,8 @@ def weights_written(compiled, w, shards=1):
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_kernel_compiles_and_no_weight_is_copied(chip, width, M):
-    """On a CPU host, without naming it. What it needs is room for x and y in other layouts."""
+    """On a CPU host, without the kernel being asked for by name. Its temporaries are no more than x
+    and y in other layouts."""
     form, E, n_out, n_in = WIDTHS[width]
     compiled = compile_for(chip, form, M, E, n_out, n_in)
     kernels = [op for op in operations(compiled) if "tpu_custom_call" in op.rest]
@@ -539,7 +547,8 @@ def test_the_kernel_compiles_and_no_weight_is_copied(chip, width, M):
 
 
 def test_with_experts_on_several_chips_no_weight_is_copied_either_if_laid_out_row_by_row():
-    """4-bit rows of 2880 are 1440 bytes, no multiple of 128: XLA would lay them out otherwise."""
+    """A 4-bit row of 2880 is 1440 bytes, not a multiple of 128, so XLA would choose another
+    layout."""
     mesh = make_mesh(expert=2, tensor=2, devices=devices_of("v5e:2x2"))
     put = NamedSharding(mesh, P("expert"))
     w, sizes = shapes_of(Mxfp4, 32, 2880, 2880, put), shape((32,), jnp.int32, put)
@@ -607,8 +616,8 @@ def test_rows_and_group_sizes_of_another_kind_are_refused():
     assert "group_sizes_E has dtype float64" in refusal(x, w, sizes * 1.0)
     assert "group_sizes_E has dtype bool" in refusal(x, w, sizes > 1)
     assert "x_MI has dtype int64" in refusal(x.astype(int), w, sizes)
-    assert "no [M, I] and [E]" in refusal(x[0], w, sizes)
-    assert "no [M, I] and [E]" in refusal(x, w, sizes[None])
+    assert "must be [M, I] and [E]" in refusal(x[0], w, sizes)
+    assert "must be [M, I] and [E]" in refusal(x, w, sizes[None])
 
 
 def test_an_unknown_implementation_is_refused_with_those_there_are():

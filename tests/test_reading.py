@@ -1,4 +1,4 @@
-"""The reading path leads to the definitions that it names, and its experiments show what it
+"""The reading path links to the definitions that it names, and its experiments print what it
 says."""
 
 import ast
@@ -18,7 +18,7 @@ LINKS = re.findall(r"\[`(\w+)`\]\((\S+)#L(\d+)-L(\d+)\)", PAGE.read_text())
 
 
 def experiment(stop):
-    """The one command of a stop, and what its output holds."""
+    """Returns the one command of a stop, and the words that its output must hold."""
     (command,) = re.findall(r"```sh\n(.*)\n```", stop)
     return command, re.findall(r"`([^`]+)`", stop.split("*See*:")[1])
 

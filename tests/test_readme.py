@@ -1,4 +1,4 @@
-"""What the READMEs tell people to type, typed."""
+"""Runs what the READMEs tell people to type."""
 
 import re
 import shlex

@@ -1,4 +1,5 @@
-"""Which room of the house may import which: a folder says who uses a file."""
+"""The house of `common`: each folder is a floor, and imports only from the floors below it. So the
+folder of a file says who uses it."""
 
 import ast
 from pathlib import Path
@@ -7,7 +8,7 @@ import pytest
 from engine import ROOT
 
 FLOORS = ("kernels", "", "loading", "text", "machines", "serving", "command")  # "": common/*.py
-# What kernels take from the floor above them: how a matrix is stored.
+# Kernels may import these from the floor above them: they define how a matrix is stored.
 BELOW_KERNELS = ("common.quant", "common.sharding")
 FILES = sorted((ROOT / "common").rglob("*.py"))
 MODEL_FILES = sorted(
@@ -19,7 +20,7 @@ MODEL_FILES = sorted(
 
 
 def imports(source: str) -> list[str]:
-    """The modules of this library that a file imports, at its top or later."""
+    """Returns the modules of this library that a file imports, at its top or later."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
@@ -38,13 +39,13 @@ def is_module(name: str) -> bool:
 
 
 def floor_of(module: str) -> int:
-    """The floor of a module of `common`."""
+    """Returns the floor of a module of `common`."""
     words = module.split(".")
     return FLOORS.index(words[1] if words[1] in FLOORS else "")
 
 
 def wrong_imports(module: str, source: str) -> list[str]:
-    """The modules that a module of `common` imports and may not."""
+    """Returns the modules that a module of `common` imports, but may not."""
     found = imports(source)
     if FLOORS[floor_of(module)] == "kernels":
         return [x for x in found if floor_of(x) != 0 and x not in BELOW_KERNELS]

@@ -62,7 +62,8 @@ def mass(logits_BV, sampling, shape=ONE):
 
 
 def oracle(logits_V, temperature, top_k, top_p, min_p):
-    """Probabilities after temperature, top_k, top_p, min_p; ties with a threshold stay."""
+    """Returns the probabilities after temperature, top_k, top_p and min_p. Ties with a threshold
+    stay."""
     x = logits_V.astype(np.float64) / temperature
     if top_k:
         x = np.where(x >= np.sort(x)[::-1][min(top_k, len(x)) - 1], x, -np.inf)
@@ -77,7 +78,7 @@ def oracle(logits_V, temperature, top_k, top_p, min_p):
 
 
 def slots(B, seed=0):
-    """A batch in which every filter is on in some slots, alone and combined, and off in others."""
+    """Returns a batch. Every filter is on in some slots, alone or combined, and off in others."""
     pick = np.random.default_rng(seed).choice
     return sampling_params(
         B,
@@ -112,7 +113,7 @@ def test_the_filters_keep_what_sorting_keeps(shape, data):
     logits = random.normal(size=(B, V)) * data.draw(st.sampled_from([0.1, 1, 5]))
     if data.draw(st.booleans()):
         logits = random.choice(data.draw(st.lists(ties, min_size=2, max_size=6)), (B, V))
-        logits[:, 11] = 0.5  # a row of -inf alone is another test
+        logits[:, 11] = 0.5  # rows of nothing but -inf are another test
     logits = logits.astype(np.float32)
     temperature = draw(st.floats(0.3125, 3, width=32))
     top_k = draw(st.integers(0, V + 3))
@@ -120,7 +121,7 @@ def test_the_filters_keep_what_sorting_keeps(shape, data):
     min_p = draw(st.just(0.0) | st.floats(2**-10, 0.9375, width=32))
     kept = mass(logits, sampling_params(B, temperature, top_k, top_p, min_p), shape) > 0
     for b in range(B):
-        # Where float32 cannot tell whether a share reaches top_p, either answer is right.
+        # If float32 cannot tell whether a share reaches top_p, either answer is right.
         slot, p, off = (logits[b], temperature[b], top_k[b]), top_p[b], 1e-5
         wide = oracle(*slot, min(p * (1 + off), 1.0), min_p[b] * (1 - off)) > 0
         narrow = oracle(*slot, p * (1 - off) if p < 1 else p, min_p[b] * (1 + off)) > 0
@@ -138,7 +139,7 @@ def test_the_threshold_separates_neighbouring_floats():
 
 @pytest.mark.parametrize("varied, shape", [("seed", ONE), ("position", (1, 2, 2))])
 def test_draws_are_as_frequent_as_they_are_probable(varied, shape):
-    n, V = 4000, 4 * (BLOCK + 20)  # crosses blocks on every device, the last one short
+    n, V = 4000, 4 * (BLOCK + 20)  # several blocks on every device, the last one short
     logits = rows(1, V, seed=3)[0]
     count = np.arange(n)
     seed, position = (count, np.full(n, 7)) if varied == "seed" else (np.full(n, 7), count)
@@ -147,7 +148,7 @@ def test_draws_are_as_frequent_as_they_are_probable(varied, shape):
         drawn = tokens(np.broadcast_to(logits, (n, V)), sampling, position, shape)
         p = oracle(logits, np.float32(0.9), top_k, top_p, min_p)
         assert (p[drawn] > 0).all()
-        often = n * p > 5  # the rare rest is one bin
+        often = n * p > 5  # all rare ids share one bin
         expected = np.append(n * p[often], n * p[~often].sum() + 1e-9)
         seen = np.bincount(drawn, minlength=V)
         seen = np.append(seen[often], seen[~often].sum())
@@ -234,7 +235,7 @@ def test_a_mesh_samples_what_one_device_samples(shape):
 
 
 @pytest.mark.parametrize("padding", [np.nan, np.inf, 1e30, -np.inf])
-# Of 48 on 8 devices: five devices hold nothing but padding, or a part of one does.
+# 48 ids on 8 devices. If 13 are real, five devices hold only padding; if 43 are, one holds some.
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("vocab_size", [13, 43])
 def test_padding_is_never_sampled(padding, vocab_size):

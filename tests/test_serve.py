@@ -1,4 +1,4 @@
-"""The serving loop: what a request gets depends on the request alone."""
+"""The serving loop. What a request gets depends only on that request."""
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,12 @@ def session():
 
 @pytest.fixture
 def another(session):
-    """A new session of the same model."""
+    """Starts a new session of the same model."""
     return start_session(session.model, session.slots, session.capacity)
 
 
 def answers(session, requests, stop_ids=(), **kwargs):
-    """The tokens and the finish reason of every request."""
+    """Returns the tokens and the finish reason of every request."""
     tokens, finish = [[] for _ in requests], [None] * len(requests)
     for event in serve(session, requests, stop_ids, **kwargs):
         assert finish[event.request] is None, "a token after the last one"
@@ -46,7 +46,7 @@ def answers(session, requests, stop_ids=(), **kwargs):
 
 
 def greedy_by_full_forward(model_, prompt, count):
-    """The slowest way: the whole text through `logits` again for every token."""
+    """Generates in the slowest way: for every token, `logits` reads the whole text again."""
     tokens, size, config = list(prompt), 64, model_.config
     static = dict(config=config, mesh=model_.mesh, implementation="reference")
     run = jax.jit(lambda w, c, t: logits(model, w, c, t, jnp.array([size]), **static)[0])
@@ -80,8 +80,8 @@ def test_a_sampled_text_depends_on_seed_and_prompt_alone(session):
 @pytest.mark.parametrize("axes", [dict(), dict(data=2, tensor=2)], ids=str)
 @pytest.mark.parametrize("quant", [None, "int8"])
 def test_in_bf16_too_neighbours_and_order_change_no_text(quant, axes):
-    """Another number of slots or another mesh may: it is another program, which rounds
-    otherwise."""
+    """Another number of slots or another mesh may change it: that is another program, which rounds
+    differently."""
     loaded = load(model, mesh=make_mesh(**axes), dtype="bfloat16", quant=quant)
     requests = [Request(p, 12, seed=i) for i, p in enumerate(PROMPTS)]
     requests += [r._replace(**SAMPLED) for r in requests]
@@ -158,7 +158,7 @@ def test_a_stop_id_ends_a_request_and_frees_its_slot(session):
 
 
 def without_numbers(model_):
-    """The model with NaN in its last norm, and so in every logit."""
+    """Returns the model with NaN in its last norm, and so in every logit."""
     norm = jnp.full_like(model_.weights.norm, jnp.nan)
     return model_._replace(weights=model_.weights._replace(norm=norm))
 
@@ -213,7 +213,7 @@ def test_a_reader_who_stops_early_leaves_the_session_usable(session, another):
 
 
 def test_statistics_count_every_token_and_every_compilation_once(session):
-    fresh = start_session(session.model, 2, 97)  # a capacity that nothing was compiled for
+    fresh = start_session(session.model, 2, 97)  # nothing was compiled for this capacity
     answers(fresh, [Request(p, 6) for p in PROMPTS])
     assert fresh.stats.prefill_tokens == sum(map(len, PROMPTS))
     assert fresh.stats.decode_tokens == 5 * len(PROMPTS)
@@ -313,7 +313,7 @@ def test_complete_gives_the_text_of_each_prompt_without_its_stop_token(session):
 
 
 def test_logits_of_a_text_are_one_program(session):
-    """As the pages call it: operation by operation, a large model would take minutes."""
+    """The pages call `logits` so. Operation by operation, a large model would take minutes."""
     llama = session.model
     cache = model.init_state(llama.config, 1, 7, jnp.float32).cache
     given = model, llama.weights, cache, jnp.array([PROMPTS[0]]), jnp.array([4])

@@ -16,7 +16,7 @@ from common.sharding import (
     split_heads,
 )
 
-MANY = settings(max_examples=300)  # of what compiles nothing
+MANY = settings(max_examples=300)  # nothing is compiled, so examples are cheap
 
 
 # ---- heads
@@ -24,7 +24,7 @@ MANY = settings(max_examples=300)  # of what compiles nothing
 
 @st.composite
 def layouts(draw):
-    """(query heads, key/value heads, shards) that fit."""
+    """Draws (query heads, key/value heads, shards) that fit each other."""
     kv, group = draw(st.integers(1, 12)), draw(st.integers(1, 12))
     return kv * group, kv, draw(st.integers(1, kv * group))
 
@@ -119,11 +119,16 @@ def test_a_mesh_is_read_from_its_axes(text, axes):
 
 
 @pytest.mark.parametrize(
-    "text", ["tensor=0", "rows=2", "tensor=2,tensor=2", "tensor", "tensor=\u00b2", f"data={10**30}"]
+    "text", ["rows=2", "tensor=2,tensor=2", "tensor", "tensor=\u00b2", f"data={10**30}"]
 )
 def test_a_mesh_that_makes_no_sense_is_refused(text):
     with pytest.raises(ValueError, match="expected data=N,expert=N,tensor=N, each at most once"):
         parse_mesh(text)
+
+
+def test_an_axis_of_no_device_is_named():
+    with pytest.raises(ValueError, match="tensor must be at least 1"):
+        parse_mesh("data=2,tensor=0")
 
 
 @pytest.mark.parametrize(

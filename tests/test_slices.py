@@ -1,8 +1,8 @@
-"""Every published size that has a TPU slice in its family's shapes.py compiles for it and fits: a
-decoding step, and a prompt.
+"""Every published size that has a TPU slice in its family's shapes.py compiles for it and fits:
+both a decoding step and a prompt.
 
-Two layers of each at their true widths; what all of them hold is counted from their shapes. The
-READMEs' tables come from all layers (`--dry-run`).
+Only two layers are compiled, at their true widths. The memory of all layers is computed from their
+shapes. (The READMEs' tables come from compiling all layers, with `--dry-run`.)
 """
 
 import importlib
@@ -23,14 +23,14 @@ SLOTS, CAPACITY, PROMPT, LAYERS = 8, 2048, 512, 2
 
 
 def slices():
-    """(family, size) of all."""
+    """Yields (family, size) for each size that has a slice."""
     for family in FAMILIES:
         yield from ((family, size) for size in importlib.import_module(f"{family}.shapes").SLICES)
 
 
 def largest(layers):
-    """Bytes of one device's part of the largest array of a layer: in a mixture, a stack of
-    experts."""
+    """Returns the bytes of one device's part of a layer's largest array, which in a mixture is a
+    stack of experts."""
     return max(map(device_bytes, jax.tree.leaves(layers)))
 
 
@@ -45,19 +45,19 @@ def test_a_published_size_compiles_for_a_slice_that_it_fits(family, size):
     cache, storage = jnp.dtype(kv_quant or "bfloat16"), INT8 if quant else None
     options = dict(capacity=capacity, cache_dtype=cache, storage=storage)
     few = config._replace(num_hidden_layers=LAYERS)
-    if "first_k_dense_replace" in config._fields:  # one dense layer, and one of experts
+    if "first_k_dense_replace" in config._fields:  # one dense layer and one of experts
         few = few._replace(first_k_dense_replace=1)
     decode, _ = dry_run(model, few, mesh, slots=SLOTS, **options)
     prompt = decode
     if topology.startswith("v5e") or jax.__version_info__ >= (0, 11):
-        # JAX 0.10 compiles Kimi's prompts for a v6e, but cannot read the program back to judge it.
+        # JAX 0.10 compiles Kimi's prompts for a v6e, but cannot read the program back.
         prompt, _ = dry_run(model, few, mesh, slots=1, prefill=PROMPT, **options)
     weights = abstract_weights(model, config, mesh, jnp.bfloat16, storage)
     state = abstract_state(model, config, mesh, SLOTS, capacity, cache)
     held = device_bytes(weights) + device_bytes(state)
     temporaries = max(decode.temporaries, prompt.temporaries)
     print(
-        f"{size}: {held / 1e9:.2f} GB held, {decode.temporaries}, {prompt.temporaries} bytes more"
+        f"{size}: {held / 1e9:.2f} GB; temporaries {decode.temporaries}, {prompt.temporaries} bytes"
     )
     assert held + temporaries < 0.95 * HBM[topology.split(":")[0]]
     assert decode.aliased >= decode.cache
@@ -66,8 +66,8 @@ def test_a_published_size_compiles_for_a_slice_that_it_fits(family, size):
         bound = 12 << 20
         if getattr(config, "num_experts_per_tok", 0):
             assert temporaries < largest(weights.layers) / 3  # no stack is copied or widened
-            bound = max(bound, 3 * 2 * PROMPT * config.hidden_size)  # the rows of all tokens
+            bound = max(bound, 3 * 2 * PROMPT * config.hidden_size)  # all tokens' rows
         assert prompt.temporaries < bound
-    else:  # the rows of 512 tokens for 6 or 8 experts, before and after, are up to 117 MB
+    else:  # rows and results of 512 tokens with 6 or 8 experts each take up to 117 MB
         assert decode.temporaries < largest(weights.layers) / 3
-        assert prompt.temporaries < 1.5 * largest(weights.layers)  # widened, a stack is 2
+        assert prompt.temporaries < 1.5 * largest(weights.layers)  # a widened stack would be 2

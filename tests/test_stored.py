@@ -21,7 +21,7 @@ def checkpoint(tmp_path):
 
 
 def write_sharded(directory, files=("a.safetensors", "b of many.safetensors", "ZZ.safetensors")):
-    """The tensors dealt out to files by turns, with an index; returns the index."""
+    """Writes the tensors to several files in turn, and an index. Returns the index."""
     weight_map = {name: files[i % len(files)] for i, name in enumerate(TENSORS)}
     for file in files:
         save_file({n: TENSORS[n] for n, f in weight_map.items() if f == file}, directory / file)
@@ -79,7 +79,7 @@ def test_the_file_is_meant_where_the_index_beside_it_is_not_complete(tmp_path):
 
 
 def rewrite_header(file, change):
-    """The file with its parsed header changed in place by `change`."""
+    """Rewrites the file after `change` has changed its parsed header in place."""
     content = file.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
@@ -92,13 +92,13 @@ def move(header, by):
 
 
 def overlap(header):
-    """The third tensor over the second."""
+    """Moves the third tensor over the second."""
     first, last = header["t2"]["data_offsets"]
     header["t2"]["data_offsets"] = [first - 4, last - 4]
 
 
 def twice(content):
-    """The file with an entry of its header repeated, and the length of the header adjusted."""
+    """Returns the content with one header entry repeated, and the header's length adjusted."""
     size = int.from_bytes(content[:8], "little")
     header = content[8 : 8 + size].rstrip()
     entry = json.dumps({"t0": json.loads(header)["t0"]}).encode()[1:-1]
@@ -107,7 +107,7 @@ def twice(content):
 
 
 def recode(file, encoding):
-    """The file with its header in another encoding."""
+    """Rewrites the file with its header in another encoding."""
     content = file.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header = content[8:start].decode().encode(encoding)

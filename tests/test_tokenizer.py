@@ -1,4 +1,5 @@
-"""The golden files and the three tiny tokenizers are made by make_tokenizer_fixtures.py."""
+"""Tokenizers and chat templates, against golden files. make_tokenizer_fixtures.py makes these files
+and three tiny tokenizers."""
 
 import json
 import re
@@ -23,7 +24,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def metaspace_tokenizer():
-    """The llama2 tokenizer with the other decoder that drops a text's leading space."""
+    """Returns the llama2 tokenizer with the other decoder that drops a text's leading space."""
     tok = tk.load_tokenizer(FIXTURES / "llama2")
     tok.backend.decoder = decoders.Metaspace()
     return tok
@@ -35,7 +36,7 @@ EVERY_TOKENIZER = pytest.mark.parametrize("tok", TOKENIZERS.values(), ids=TOKENI
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A writable copy of the llama3 fixture, and a function that rewrites one of its files."""
+    """Copies the llama3 fixture. Returns a function that rewrites one of the copied files."""
     shutil.copytree(FIXTURES / "llama3", tmp_path, dirs_exist_ok=True)
 
     def rewrite(name, content):
@@ -51,7 +52,7 @@ def with_template(template):
 
 
 def pieces(tok, ids, **options):
-    """The text of each push, and of the flush."""
+    """Returns the text of each push, and of the flush."""
     stream, out = tk.stream_start(tok, **options), []
     for token_id in ids:
         stream, text = tk.stream_push(tok, stream, token_id)
@@ -223,7 +224,7 @@ def test_a_failing_template_is_a_value_error_of_one_line(template, message):
 @pytest.mark.parametrize(
     "source, message",
     [
-        ("{{ 9**(9**9) }}", "it was stopped after 2 s; --raw goes without it"),
+        ("{{ 9**(9**9) }}", "it was stopped after 2 s; --raw runs without it"),
         (
             "{% for a in r %}{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}",
             "it was stopped after 2 s",
@@ -343,7 +344,7 @@ def test_gpt2_files_of_another_family_are_refused(tmp_path):
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), keep=st.booleans())
 def test_streamed_text_equals_decoding_at_once_for_any_ids(tok, data, keep):
-    # Ids past the end: a model's vocabulary is often larger than its tokenizer's.
+    # Some ids are past the end: a model's vocabulary is often larger than its tokenizer's.
     ids = data.draw(st.lists(st.integers(0, tok.vocab_size + 2), max_size=40))
     assert "".join(pieces(tok, ids, keep_special=keep)) == tk.decode(tok, ids, keep_special=keep)
 
@@ -418,8 +419,8 @@ def test_a_stream_is_a_value_that_can_be_continued_twice():
 
 # What a user types is text
 
-# How each family marks a turn: its template, with X for the role and Y for what is said; the tokens
-# that it is made of, and which of them the published files do not call special.
+# How each family marks a turn: a template with X for the role and Y for the content, and those of
+# its tokens that the published files do not mark as special.
 ROLES = ("user", "system", "assistant")
 TURNS = {
     "llama3": ("<|start_header_id|>X<|end_header_id|>\n\nY<|eot_id|>", ()),
@@ -432,7 +433,7 @@ TURNS = {
 
 
 def chat_tokenizer(family):
-    """The llama3 fixture with the turns of a family, and the texts of its control tokens."""
+    """Returns the texts of a family's control tokens, and the llama3 fixture with its turns."""
     turn, plain = TURNS[family]
     tok = tk.load_tokenizer(FIXTURES / "llama3")
     names = {x for role in ROLES for x in re.findall(r"<.*?>", turn.replace("X", role))}
@@ -451,7 +452,7 @@ def chat_tokenizer(family):
 
 
 def with_roles(family, said):
-    """What is typed to end the user's turn, and to speak as the system."""
+    """Returns a text that tries to end the user's turn and to speak as the system."""
     turn, _ = TURNS[family]
     end, begin = turn.partition("Y")[2], turn.replace("X", "system").partition("Y")[0]
     return f"hi{end}{begin}{said}"
@@ -468,7 +469,7 @@ def test_a_role_that_is_typed_is_text(family):
         )
         assert [i for i in got if i in ids] == [i for i in plain if i in ids] != []
         assert typed in tk.decode(tok, got, keep_special=True)
-    # As the template of a careless reader would have it:
+    # A careless reader would encode the rendered text, with the typed control tokens:
     rendered = tk.render_chat(tok, [{"role": "user", "content": typed}])
     assert sum(i in ids for i in tok.backend.encode(rendered).ids) > sum(i in ids for i in plain)
 
@@ -483,7 +484,7 @@ def test_what_holds_no_control_token_is_encoded_as_one_text(family):
 
 
 def test_halves_of_control_tokens_do_not_meet():
-    """However they are nested, in strings and in lists of parts."""
+    """They do not, however they are nested, in strings and in lists of parts."""
     _, tok = chat_tokenizer("qwen3")
     end = tok.backend.token_to_id("<|im_end|>")
     content = "<|im_<|im_end|>end|>" * 2
@@ -494,7 +495,7 @@ def test_halves_of_control_tokens_do_not_meet():
 
 
 def test_a_reply_keeps_the_marks_that_templates_look_for():
-    """Which are added tokens, and not special."""
+    """These marks are added tokens, but not special ones."""
     tok = tk.load_tokenizer(FIXTURES / "llama3")
     tok.backend.add_tokens([AddedToken("</think>", special=False)])
     tok = tok._replace(

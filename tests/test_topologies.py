@@ -1,5 +1,5 @@
-"""docs/topologies.md: that it is what its script makes, that the script still finds the same, and
-that the chosen meshes are as good as it says."""
+"""docs/topologies.md is what its script makes. The script still finds the same figures, and the
+chosen meshes are as good as the page says."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ def test_every_row_that_the_script_would_compile_is_in_the_data_and_each_size_fi
 @pytest.mark.full
 @pytest.mark.parametrize("key", SMALL)
 def test_a_row_compiled_again_has_the_same_figures(key, tmp_path):
-    """Shapes to the byte; what the compiler makes of them within what its versions differ by."""
+    """Shapes agree to the byte. The compiler's figures may differ as its versions differ."""
     row = topologies.row_of(key)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(topologies.config_of(row.family, row.size, row.storage)))

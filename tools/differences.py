@@ -1,5 +1,5 @@
-"""Writes docs/differences.md: what each model file does that llama3's does not, definition by
-definition. And renumbers links to lines of code, in the READMEs and in docs/reading.md.
+"""Writes docs/differences.md, which compares each model file with llama3's, definition by
+definition. Also renumbers the links to lines of code in the READMEs and in docs/reading.md.
 
     python tools/differences.py
 """
@@ -18,16 +18,16 @@ from families import SHOWN  # noqa: E402
 
 PAGE, READING = ROOT / "docs" / "differences.md", ROOT / "docs" / "reading.md"
 BASE = "llama3"
-NEARER = {"kimi_k2": "deepseek_r1"}  # families that are compared with another than llama3
+NEARER = {"kimi_k2": "deepseek_r1"}  # families that are compared with another one than llama3
 FAMILIES = [family for family in SHOWN if family != BASE]
 
 HEAD = """# From llama3 to the others
 
-Every model file has the same order and the same names, and what has the same name and the same
-task has the same body, so the difference between two files is the difference between two
-architectures. This page is made from the files by `python tools/differences.py`, and a test says
-when it is out of date: per family the definitions that are llama3's own, letter by letter (for
-Kimi K2 those of DeepSeek R1); those that are new, with a link; and the changes to the rest.
+All model files have the same order and the same names. Definitions with the same name and the same
+task have the same body, so the difference between two files is the difference between two
+architectures. `python tools/differences.py` makes this page from the files, and a test fails when
+it is out of date. For each family it lists the definitions that equal llama3's letter by letter
+(for Kimi K2, those of DeepSeek R1), then the new ones, with links, and the changes to the rest.
 """
 
 
@@ -37,7 +37,7 @@ class Definition(NamedTuple):
 
 
 def definitions(family: str) -> dict[str, Definition]:
-    """The functions, classes and constants of a model file, in order."""
+    """Returns the functions, classes and constants of a model file, in order."""
     text = (ROOT / family / "model.py").read_text(encoding="utf-8")
     lines, found = text.splitlines(), {}
     for node in ast.parse(text).body:
@@ -57,7 +57,7 @@ def link(family: str, name: str, definition: Definition) -> str:
 
 
 def change(before: str, after: str) -> str:
-    """A unified diff with two lines around each change, without its headers."""
+    """Returns a unified diff with two lines around each change, without headers."""
     lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2))
     return "\n".join("" if line.startswith("@@") else line for line in lines[3:])
 
@@ -85,8 +85,8 @@ def page(families: list[str]) -> str:
 
 
 def renumbered(readme: Path) -> str:
-    """Its text with every [words](file.py#L7 "code") on the one line that has this code; ValueError
-    if it is not one."""
+    """Returns the README's text with every [words](file.py#L7 "code") linked to the one line that
+    contains this code. Raises ValueError if not exactly one line does."""
 
     def relink(match: re.Match[str]) -> str:
         file, code = match.group(1), match.group(3)
@@ -101,8 +101,8 @@ def renumbered(readme: Path) -> str:
 
 
 def reranged(page: Path) -> str:
-    """Its text with every [`name`](file.py#L1-L2) on the lines of that function or class;
-    ValueError if the file has none, or more than one."""
+    """Returns the page's text with every [`name`](file.py#L1-L2) linked to the lines of that
+    function or class. Raises ValueError if the file does not define it exactly once."""
 
     def relink(match: re.Match[str]) -> str:
         name, file = match.groups()

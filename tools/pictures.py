@@ -6,9 +6,10 @@ Each picture is a function that returns a list of shapes. Their numbers come fro
 the published configurations in shapes.py, and from the functions that the models call.
 """
 
+import ast
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,8 @@ from common.quant import MXFP4_GROUP, Mxfp4, dequantize_mxfp4, e2m1
 from common.sharding import P, Shards, make_mesh
 from common.weights import by_path
 
-FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "pictures"
 WIDTH, LINE = 860, 17
 
 # ---- drawing
@@ -529,8 +531,71 @@ def kernel_blocks() -> Picture:
     return Picture(f"Ragged slots: capacity {S:,}, and what attention reads of it", 478, shapes)
 
 
+def the_house() -> Picture:
+    """The folders of common/, from the imports of their files. The lowest two floors are one folder
+    each with kernels between them, because kernels import how a matrix is stored."""
+    words = {"command": "options, checks, output", "serving": "from prompts to text",
+             "machines": "chips, meshes, hosts", "text": "text to ids and back",
+             "loading": "files to sharded arrays", "": "the words of model.py",
+             "kernels": "for TPU, GPU and CPU", "forms": "forms of a matrix"}
+    files: dict[str, list[str]] = {floor: [] for floor in words}
+    uses: dict[str, dict[str, int]] = {floor: {} for floor in words}
+    for file in sorted((ROOT / "common").rglob("*.py")):
+        if file.stem != "__init__":
+            floor = floor_of(module_of(file))
+            files[floor].append(file.stem)
+            for other in map(floor_of, imported(file)):
+                uses[floor][other] = uses[floor].get(other, 0) + (other != floor)
+    names = {floor: f"common/{floor}" if floor not in ("", "forms") else "common/*.py"
+             for floor in words}
+    shapes, y, left, right = [], 50, 175, 840
+    for floor, means in words.items():
+        lines, x = [[]], left
+        for name in files[floor]:
+            width = 7 * len(name) + 14
+            if x + width > right:
+                lines, x = [*lines, []], left
+            lines[-1].append(box(x, y + 26 * (len(lines) - 1), width, 22, name,
+                                 "green" if floor in ("", "forms") else "plain"))
+            x += width + 6
+        height = 26 * len(lines)
+        found = sorted(uses[floor].items(), key=lambda item: -item[1])
+        below = ", ".join(f"{other or 'words'} {n}" for other, n in found if n)
+        shapes += [box(10, y - 8, 840, height + 32, kind="frame"),
+                   text(20, y + 11, names[floor], "left"),
+                   text(20, y + 29, means, "left faint"), *(x for line in lines for x in line),
+                   text(left, y + height + 9, f"imports: {below or 'nothing'}", "left faint")]
+        y += height + 46
+    shapes.append(text(20, y + 4, "A family's model.py imports green files and kernels. Its "
+                       "main.py imports", "left"))
+    shapes.append(text(20, y + 22, "common/command. Numbers count imports.", "left"))
+    return Picture("The house: a folder imports from the folders under it", y + 44, shapes)
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
+
+
+def floor_of(module: str) -> str:
+    """The folder of common/ that a module is in; "" for the words of the model files, and "forms"
+    for the two files under the kernels."""
+    if module in ("common.quant", "common.sharding"):
+        return "forms"
+    return module.split(".")[1] if module.count(".") > 1 else ""
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The modules of common/ that a file imports, once for each import."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("common"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules = [x for x in names if (ROOT / x.replace(".", "/")).with_suffix(".py").exists()]
+            yield from modules or [str(node.module)]
+
+
 # fmt: on
 PICTURES = {
+    "house": the_house,
     "gpt2": gpt2_layer,
     "llama3": llama3_step,
     "qwen3": qwen3_experts,

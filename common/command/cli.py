@@ -39,7 +39,7 @@ from common.text.harmony import speaks_harmony
 
 
 def parse(name: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options. A mistake in them is told to the other processes, if there are any."""
+    """Parses the options. If they have a mistake, tells it to the other processes, if any."""
     try:
         return parser(name).parse_args(argv)
     except ValueError as mistake:
@@ -49,7 +49,7 @@ def parse(name: str, argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def agree(group: Group, module: ModuleType, args: argparse.Namespace) -> None:
-    """Goes on once all processes have the same, and with the prompts of process 0."""
+    """Waits until all processes report the same, and takes over the prompts of process 0."""
     if args.chat:
         raise ValueError("--chat talks to one process, and here are several")
     prompts = read_prompts(args) if group.place.process == 0 else []
@@ -57,7 +57,7 @@ def agree(group: Group, module: ModuleType, args: argparse.Namespace) -> None:
 
 
 def open_from(module: ModuleType, args: argparse.Namespace, prompts: int) -> Model:
-    """The model that the options name, without its weights."""
+    """Opens the model that the options name, without its weights."""
     axes: Any = parse_mesh(",".join(args.mesh))
     return open_model(
         module,
@@ -73,15 +73,15 @@ def open_from(module: ModuleType, args: argparse.Namespace, prompts: int) -> Mod
 
 
 class Sizes(NamedTuple):
-    """The slots of a session, and the positions of each."""
+    """The slots of a session, and the positions per slot."""
 
     slots: int
     capacity: int
 
 
 def sizes_for(model: Model, args: argparse.Namespace, need: int, prompts: int) -> Sizes:
-    """Slots for so many prompts, each of --max-len positions or, if that is not given, of the
-    `need` of the longest; never more positions than the model has."""
+    """Returns the sizes for `prompts` prompts. A slot gets --max-len positions; by default, as many
+    as the longest prompt and its reply `need`. It never gets more than the model has."""
     limit, rows = model.config.max_position_embeddings, model.mesh.shape[DATA]
     if args.max_len is not None and not 1 <= args.max_len <= limit:
         raise ValueError(
@@ -125,7 +125,7 @@ def plan_chat(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
 
 
 def summary(session: Session, load_s: float) -> str:
-    """One line: seconds, rates, and the fraction of the bandwidth floor that decoding reached."""
+    """Returns one line: seconds, rates, and how much of the measured bandwidth decoding used."""
     s, model = session.stats, session.model
     parts = [f"mesh {axes_of(model.mesh)}"] if model.mesh.size > 1 else []
     parts += [f"load {load_s:.1f} s", f"first token after {s.first_token_s:.2f} s"]
@@ -154,10 +154,10 @@ OF_DRY_RUN = ("layers", "implementation", "hlo")
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """ValueError for options that contradict each other."""
+    """ValueError if options contradict each other."""
     if args.chat and (args.json or args.raw or args.prompt or args.prompts):
         raise ValueError(
-            "--chat reads standard input: not with --json, --raw, --prompt or --prompts"
+            "--chat reads standard input, so give no --json, --raw, --prompt or --prompts"
         )
     wrong = [name for name in UNUSED_IN_DRY_RUN if getattr(args, name)]
     if args.dry_run and wrong:
@@ -166,7 +166,7 @@ def check_options(args: argparse.Namespace) -> None:
     if given and not args.dry_run:
         raise ValueError(f"--{given[0]} goes with --dry-run only")
     if len(args.mesh) > 1 and not args.dry_run:
-        raise ValueError(f"--mesh {' '.join(args.mesh)}: one mesh, or several with --dry-run")
+        raise ValueError(f"--mesh {' '.join(args.mesh)}: only --dry-run takes several meshes")
     if args.revision is not None and args.ckpt is None:
         raise ValueError("--revision goes with a --ckpt of the hub only")
     if args.max_new_tokens < 1:
@@ -176,7 +176,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def check_profile(args: argparse.Namespace) -> None:
-    """OSError if a profile could not be written: before the run, not after it."""
+    """OSError if a profile could not be written: it comes before the run, not after it."""
     if args.profile is not None:
         if Path(args.profile).is_file():
             raise NotADirectoryError(f"--profile {args.profile} is a file, not a directory")
@@ -186,7 +186,7 @@ def check_profile(args: argparse.Namespace) -> None:
 
 
 def note_profile(directory: str) -> None:
-    """Says which file of a profile to open, and where."""
+    """Prints which file of a profile to open, and where."""
     traces = sorted(
         Path(directory).glob("**/*.trace.json.gz"), key=lambda file: file.stat().st_mtime
     )
@@ -204,19 +204,19 @@ def check_analysis(model: Model, args: argparse.Namespace) -> None:
 
 
 def abandon_stdout() -> None:
-    """Nothing more can be written there, nor at the end of the program."""
+    """Redirects stdout to the null device: later writes, and the flush on exit, must not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def cut(line: str) -> str:
-    """A line that a terminal can show, whatever it quotes: without its middle if it is too long."""
+    """Cuts the middle out of a line that is too long for a terminal, whatever it quotes."""
     return line if len(line) <= 800 else f"{line[:500]} [...] {line[-250:]}"
 
 
 @contextlib.contextmanager
 def mistakes_on_one_line() -> Iterator[None]:
-    """Ends the program with 2 and one line for each mistake of the user, and with 130 on Ctrl-C or
-    SIGTERM."""
+    """Ends the program with exit code 2 and one line for each mistake of the user, and with 130 on
+    Ctrl-C or SIGTERM."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -229,7 +229,7 @@ def mistakes_on_one_line() -> Iterator[None]:
         sys.stderr.write("".join(f"error: {cut(line)}\n" for line in str(error).splitlines()))
         try:
             sys.stdout.flush()
-        except OSError:  # which may have been the mistake
+        except OSError:  # this may have been the mistake
             abandon_stdout()
         sys.exit(2)
     finally:
@@ -246,7 +246,7 @@ def main(
     module: ModuleType, argv: Sequence[str] | None = None, drafting: ModuleType | None = None
 ) -> None:
     """Runs the command line of a model file: checks everything, then loads, then generates.
-    `drafting` is the module that takes its place with --draft."""
+    With --draft, the module `drafting` takes its place."""
     open_streams()
     args = parse(str(module.__package__), argv)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -265,7 +265,7 @@ def run(
     check_profile(args)
     check_xla_flags()
     if args.dry_run:
-        from common.command.dryrun import print_dry_runs  # which a run does not wait for
+        from common.command.dryrun import print_dry_runs  # a run need not wait for this import
 
         jax.config.update("jax_platforms", "cpu")
         return print_dry_runs(module, args)

@@ -1,4 +1,4 @@
-"""Replies as they come: from tokens to the text that is shown, for prompts and for conversations.
+"""Shows replies as they come, from tokens to text, for prompts and for conversations.
 
 stdout carries the text (or, with --json, one record per prompt) and nothing else.
 """
@@ -28,12 +28,12 @@ from common.text.tokenizer import (
 )
 
 Write = Callable[[str], None]
-WAIT_S = 3.0  # for standard input, without a word
-PROGRESS_S = 10.0  # between lines on how many prompts are answered
+WAIT_S = 3.0  # seconds of waiting for standard input before a note says so
+PROGRESS_S = 10.0  # seconds between notes of how many prompts are answered
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The texts to answer, from --prompt, --prompts or standard input."""
+    """Returns the texts to answer, from --prompt, --prompts or standard input."""
     prompts = list(args.prompt or [])
     if args.prompts:
         with open(args.prompts, encoding="utf-8-sig") as file:  # without a byte-order mark
@@ -59,7 +59,7 @@ def read_utf8(file: TextIO, name: str) -> str:
 
 
 def read_stdin() -> str:
-    """All of standard input; says that it is awaited if that takes long."""
+    """Reads all of standard input. If that takes long, notes that the command is waiting."""
     note = threading.Timer(WAIT_S, sys.stderr.write, ["[waiting for a prompt on standard input]\n"])
     note.daemon = True
     note.start()
@@ -70,7 +70,7 @@ def read_stdin() -> str:
 
 
 def encode_prompt(model: Model, args: argparse.Namespace, text: str) -> list[int]:
-    """Token ids of one prompt, through the chat template where the checkpoint has one."""
+    """Encodes one prompt, through the chat template if the checkpoint has one."""
     tok, vocab_size = model.tokenizer, model.config.vocab_size
     if tok is None:  # random weights of a lone config: any ids will do
         return [byte % vocab_size for byte in text.encode()]
@@ -98,22 +98,22 @@ def make_request(args: argparse.Namespace, ids: Sequence[int], index: int) -> Re
 
 
 class Reply(NamedTuple):
-    """What one prompt got so far."""
+    """The reply to one prompt so far."""
 
     tokens: list[int]
-    text: list[str]  # what is shown
-    answer: list[str]  # without what the model thought before
+    text: list[str]  # all that is shown
+    answer: list[str]  # the text without the analysis before it
     stream: Stream | None  # None without a tokenizer
     finish: str | None = None
     seconds: float = 0.0  # from the start of the run to its newest token
-    place: Place | None = None  # in the channels of a reply that has some
+    place: Place | None = None  # None if the reply has no channels
     shown: str | None = None  # the channel of the newest text
 
 
 def start_reply(
     tok: Tokenizer | None, args: argparse.Namespace, context: Sequence[int] = ()
 ) -> Reply:
-    """An empty reply; `context` is the prompt that its text continues, if it does."""
+    """Returns an empty reply. If its text continues the prompt, `context` is the prompt."""
     if tok is None:
         return Reply([], [], [], None)
     chat = tok.chat_template is not None and not args.raw
@@ -124,10 +124,10 @@ def start_reply(
 def extend(
     tok: Tokenizer | None, reply: Reply, event: Event, seconds: float, args: argparse.Namespace
 ) -> tuple[Reply, str]:
-    """A reply with one more token, and the text that is to be shown for it."""
+    """Adds a token to a reply; returns the reply, and the text to show for the token."""
     stream, place, text = reply.stream, reply.place, ""
     channel: str | None = FINAL if place is None else place.channel
-    if event.finish == "invalid":  # which brings no token
+    if event.finish == "invalid":  # this event has no token
         text = stream_flush(tok, stream) if tok and stream else ""
     elif tok is None or stream is None:
         text = f"{event.token} "
@@ -152,18 +152,18 @@ def extend(
 
 
 def note_end(reply: Reply, max_new_tokens: int) -> None:
-    """Says on stderr why a reply ended, if it did not end by itself or at --max-new-tokens."""
+    """Says on stderr why a reply ended, unless it ended by itself or at --max-new-tokens."""
     if reply.finish == "invalid":
         sys.stderr.write("[the reply ends here: the model's logits are NaN or infinite]\n")
     if reply.finish == "length" and len(reply.tokens) < max_new_tokens:
         sys.stderr.write("[the reply ends here: its slot is full (see --max-len)]\n")
     if reply.place is not None and reply.finish == "length" and not any(reply.answer):
-        sys.stderr.write("[no answer: --max-new-tokens ended the analysis before it]\n")
+        sys.stderr.write("[no answer: the analysis before it took all of --max-new-tokens]\n")
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """A list that gets the signal on Ctrl-C or SIGTERM; a second one interrupts at once."""
+    """Yields a list that gets the signal on Ctrl-C or SIGTERM. A second one interrupts at once."""
     pressed: list[int] = []
     signals = (signal.SIGINT, signal.SIGTERM)
 
@@ -181,14 +181,14 @@ def interruptible() -> Iterator[list[int]]:
 
 
 class Job(NamedTuple):
-    """Prompts that were read and found servable."""
+    """Prompts that were read and checked, with their requests."""
 
     texts: list[str]
     requests: list[Request]
 
 
 def record(job: Job, i: int, reply: Reply) -> str:
-    """One line of JSON about prompt i."""
+    """Returns one line of JSON about prompt i."""
     fields = {
         "index": i,
         "prompt": job.texts[i],
@@ -202,8 +202,8 @@ def record(job: Job, i: int, reply: Reply) -> str:
 
 
 def note_progress(replies: Sequence[Reply], told: float) -> float:
-    """Says on a terminal, every PROGRESS_S seconds, how many prompts are answered. Returns when it
-    last did; `told` is when it last did before."""
+    """Says on a terminal, every PROGRESS_S seconds, how many prompts are answered. `told` is the
+    time at which it last did so; returns the new one."""
     if (now := time.perf_counter()) - told < PROGRESS_S or not sys.stderr.isatty():
         return told
     done = sum(reply.finish is not None for reply in replies)
@@ -212,7 +212,7 @@ def note_progress(replies: Sequence[Reply], told: float) -> float:
 
 
 def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: Write) -> bool:
-    """Answers all prompts, in their order on stdout; True if interrupted."""
+    """Answers all prompts, and writes the answers in their order. Returns True if interrupted."""
     tok, requests = session.model.tokenizer, job.requests
     raw = tok is not None and (args.raw or tok.chat_template is None)
     replies = [start_reply(tok, args, r.prompt if raw else ()) for r in requests]
@@ -230,7 +230,7 @@ def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: 
                 note_end(replies[shown], args.max_new_tokens)
                 shown += 1
                 if shown < len(replies) and not args.json:
-                    # An empty line between answers; then what the next in order has so far.
+                    # An empty line between answers; then the text of the next one so far.
                     write("\n" + "".join(replies[shown].text))
             if len(replies) > session.slots:
                 told = note_progress(replies, told)
@@ -245,8 +245,8 @@ def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: 
 
 
 def converse(session: Session, args: argparse.Namespace, job: Job, write: Write) -> bool:
-    """A conversation on one slot; every turn reads only what the cache does not hold yet. Ctrl-C
-    ends a turn; True if SIGTERM ended the conversation."""
+    """Holds a conversation on one slot; every turn reads only what is not cached yet. Ctrl-C ends a
+    turn. Returns True if SIGTERM ended the conversation."""
     tok, turns = session.model.tokenizer, list[tuple[str, str]]()
     assert tok is not None
     while True:

@@ -1,4 +1,4 @@
-"""The command --dry-run: what is compiled for which devices, and how the figures are printed.
+"""The option --dry-run: decides what is compiled for which devices, and prints the figures.
 
 python -m llama3.main --ckpt llama3.1-70b --quant int8 --kv-quant int8 --dry-run v5e:4x4
 """
@@ -21,7 +21,8 @@ from common.sharding import axes_of
 
 
 def plan_of(module: ModuleType, args: argparse.Namespace, topology: str) -> Plan:
-    """What a run with these options would have on a topology; ValueError for what cannot be."""
+    """Returns what a run with these options would have on a topology. ValueError if it could not
+    run."""
     for name in ("slots", "max_len", "prompt_tokens", "layers"):
         if (n := getattr(args, name)) is not None and n < 1:
             raise ValueError(f"--{name.replace('_', '-')} {n}: must be at least 1")
@@ -62,7 +63,7 @@ def memory_of(chip: Chip) -> str:
 
 
 def cells(step: Step, chip: Chip) -> dict[str, str]:
-    """The figures of a step by their names."""
+    """Returns the figures of a step by name."""
     figures = {"weights": gigabytes(step.weights), "cache": gigabytes(step.cache)}
     if (r := step.report) is None:
         return figures
@@ -81,7 +82,7 @@ def cells(step: Step, chip: Chip) -> dict[str, str]:
 
 
 def verdict(run: DryRun) -> str:
-    """Whether serving fits, and what else would; or why it does not."""
+    """Says whether serving fits, and how much more would fit; or why it does not fit."""
     if run.fits and run.chip.memory == UNKNOWN:
         return f"serving takes {gigabytes(run.memory)} a device"
     text = f"serving takes {gigabytes(run.memory)} of {memory_of(run.chip)} a device"
@@ -105,7 +106,7 @@ def title(run: DryRun) -> str:
 
 
 def show(run: DryRun) -> str:
-    """One dry run as text: what a device has and does in each step."""
+    """Formats one dry run as text: what a device has and does in each step."""
     steps = (run.decode, run.read)
     columns = [cells(step, run.chip) for step in steps]
     lines = [title(run), verdict(run), SERVING]
@@ -123,12 +124,12 @@ def show(run: DryRun) -> str:
 
 
 SERVING = "  (weights, the cache of all slots and of one prompt, the larger temporaries)"
-ASSUMED = "  (bandwidth and arithmetic of a CPU are assumed, not measured: so are the floors)"
+ASSUMED = "  (a CPU's bandwidth and arithmetic are assumed, not measured, and so are the floors)"
 COLUMNS = ["weights", "cache", "temporaries", "traffic", "collectives", "floor: memory"]
 
 
 def show_table(runs: Sequence[DryRun]) -> str:
-    """Several dry runs as one table, a line for each step."""
+    """Formats several dry runs as one table, a line for each step."""
     rows = [["topology", "mesh", "step", *COLUMNS, "serving"]]
     for run in runs:
         for step in (run.decode, run.read):
@@ -142,7 +143,7 @@ def show_table(runs: Sequence[DryRun]) -> str:
 
 
 def as_json(run: DryRun) -> dict[str, Any]:
-    """All figures: bytes, milliseconds and counts."""
+    """Returns all figures: bytes, milliseconds and counts."""
 
     def of(step: Step) -> dict[str, Any]:
         figures: dict[str, Any] = dict(weights=step.weights, cache=step.cache)
@@ -174,7 +175,7 @@ def as_json(run: DryRun) -> dict[str, Any]:
 
 
 def print_dry_runs(module: ModuleType, args: argparse.Namespace) -> None:
-    """--dry-run: checks everything, compiles, and prints the figures to stdout."""
+    """Runs --dry-run: checks everything, compiles, and prints the figures to stdout."""
     hosts = [int(n) for n in (t.partition("cpu:")[2] for t in args.dry_run) if n.isdecimal()]
     if hosts:
         jax.config.update("jax_num_cpu_devices", max(1, *hosts))

@@ -1,4 +1,4 @@
-"""What a command finds around it: the standard streams, and JAX's settings."""
+"""Prepares what a command finds around it: the standard streams, and JAX's settings."""
 
 import gc
 import importlib.util
@@ -14,12 +14,12 @@ from common.command.programs import keep_programs
 from common.loading.files import first_line
 from common.machines.hosts import Group
 
-MOST_CPU_DEVICES = 1024  # of one process; 65,536 would take it a minute
+MOST_CPU_DEVICES = 1024  # in one process; 65,536 would take it a minute
 
 
 def open_streams() -> None:
-    """Something behind each of the three standard streams, as a shell may have closed them:
-    a file that is opened later would take their place, and get what is printed."""
+    """Opens the null device for each standard stream that the shell has closed. Otherwise a file
+    that is opened later would take its place, and get what is printed."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(fd)
@@ -29,12 +29,12 @@ def open_streams() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        raise ValueError("standard output is closed, and there is no other place for the text")
+        raise ValueError("standard output is closed, so there is no place for the text")
 
 
 def has_accelerator() -> bool:
-    """Whether this machine may have a device besides its CPU; only asked where libtpu, which comes
-    with the tests, would go looking for a TPU."""
+    """Whether this machine may have a device besides its CPU. Looks only if libtpu is installed (it
+    comes with the tests), because libtpu would search for a TPU."""
     if importlib.util.find_spec("libtpu") is None:
         return True
     vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
@@ -43,8 +43,8 @@ def has_accelerator() -> bool:
 
 
 def check_xla_flags() -> None:
-    """ValueError for an XLA_FLAGS that XLA does not take. XLA would end the process at once, so it
-    is asked in another one."""
+    """ValueError if XLA does not accept XLA_FLAGS. XLA would end this process at once, so another
+    process asks it."""
     if os.environ.get("XLA_FLAGS"):
         ask = "from jaxlib import xla_client; xla_client.CompileOptions()"
         env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0"}
@@ -55,26 +55,27 @@ def check_xla_flags() -> None:
 
 
 def configure_jax(axes: dict[str, int], compile_cache: bool, group: Group | None) -> None:
-    """Settings that come before the first device is touched; ValueError if JAX finds none."""
+    """Makes the settings that must come before the first device is used. ValueError if JAX finds no
+    device."""
     if not os.environ.get("JAX_PLATFORMS") and not has_accelerator():
         # A libtpu that finds no TPU complains at length, and crashes the profiler.
         jax.config.update("jax_platforms", "cpu")
-    # What is set for another program: 64-bit numbers, no compilation, no device.
+    # Undoes what was set for another program: 64-bit numbers, no compilation, no device.
     jax.config.update("jax_enable_x64", False)
     jax.config.update("jax_disable_jit", False)
     need = math.ceil(math.prod(axes.values()) / (group.place.processes if group else 1))
     none = os.environ.get("JAX_NUM_CPU_DEVICES", "").strip() == "0"
     if none or (need > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")):
-        # A mesh can be tried on a laptop; other platforms ignore this.
+        # Virtual devices, to try a mesh on a laptop. Other platforms ignore this setting.
         jax.config.update("jax_num_cpu_devices", need if need <= MOST_CPU_DEVICES else 1)
     if compile_cache:
         keep_programs()
-    gc.set_threshold(50_000)  # tracing makes many objects, and next to no garbage to look for
+    gc.set_threshold(50_000)  # tracing makes many objects, but almost no garbage
     if group:
         group.start()
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # as platforms are named and nothing is found
+    except (RuntimeError, AssertionError) as error:  # if platforms are named but no device is found
         asked = os.environ.get("JAX_PLATFORMS")
         hint = f" (JAX_PLATFORMS is {asked!r})" if asked else ""
         what = first_line(error).replace("AssertionError", "no device was found")

@@ -1,4 +1,4 @@
-"""Whether weights and cache fit the memory of the devices."""
+"""Checks whether weights and cache fit the memory of the devices."""
 
 import math
 import os
@@ -19,7 +19,7 @@ def gigabytes(size: float) -> str:
 
 
 def memory_of(device: jax.Device) -> int | None:
-    """Bytes of a device's memory; None where that is not known."""
+    """Returns the bytes of a device's memory; None if that is not known."""
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
     try:
@@ -29,7 +29,7 @@ def memory_of(device: jax.Device) -> int | None:
 
 
 def check_memory(model: Model, slots: int, capacity: int, dtype: DTypeLike) -> None:
-    """ValueError if the weights and the cache are more than the devices hold."""
+    """ValueError if the weights and the cache need more memory than the devices have."""
     mesh, shards = model.mesh, model_shards(model.mesh)
     device = mesh.devices.flat[0]
     if (have := memory_of(device)) is None:
@@ -60,6 +60,6 @@ def check_memory(model: Model, slots: int, capacity: int, dtype: DTypeLike) -> N
     if (weights + cache) * sharing > have:
         raise ValueError(
             f"the weights take {gigabytes(weights * sharing)} and {slots} slots of {capacity} "
-            f"positions {gigabytes(cache * sharing)}, but a device has {gigabytes(have)}: take "
+            f"positions {gigabytes(cache * sharing)}, but a device has {gigabytes(have)}: use "
             "fewer --slots, a smaller --max-len, --quant, or a larger --mesh"
         )

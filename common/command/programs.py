@@ -1,4 +1,4 @@
-"""The cache of compiled programs, kept between runs."""
+"""Keeps a cache of compiled programs between runs."""
 
 import atexit
 import contextlib
@@ -15,14 +15,14 @@ import jax
 
 from common.loading.files import first_line
 
-RECORD = "entries.json"  # beside the programs that are kept
+RECORD = "entries.json"  # lies beside the cached programs
 
 
 def keep_programs() -> None:
-    """Keeps compiled programs between runs, where there is a place for them."""
+    """Turns on JAX's persistent compilation cache, if there is a place for it."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        if not home.is_absolute():  # the standard says: ignore it
+        if not home.is_absolute():  # the XDG standard says to ignore it then
             home = Path.home() / ".cache"
         folder = home / "folio" / "programs"
         folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def keep_programs() -> None:
             raise PermissionError(f"{folder} cannot be written")
         bad = damaged(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        sys.stderr.write(f"[programs are not kept: {first_line(error)}]\n")
+        sys.stderr.write(f"[compiled programs are not kept: {first_line(error)}]\n")
         return
     drop(bad)
     drop_what_cannot_be_read(folder)
@@ -41,13 +41,13 @@ def keep_programs() -> None:
 
 
 def signatures(folder: Path) -> dict[str, list[int]]:
-    """Size and time of each entry, by name; an entry once written never changes."""
+    """Returns the size and time of each entry, by name. Once written, an entry never changes."""
     entries = {path.name: path.lstat() for path in folder.glob("*-cache")}
     return {name: [status.st_size, status.st_mtime_ns] for name, status in entries.items()}
 
 
 def record_entries(folder: Path) -> None:
-    """Notes what the entries look like: JAX does not notice one that holds another program."""
+    """Records all entries: JAX does not notice if one has come to hold another program."""
     with contextlib.suppress(OSError):
         part = folder / f"{RECORD}.{os.getpid()}"
         part.write_text(json.dumps(signatures(folder)))
@@ -55,7 +55,7 @@ def record_entries(folder: Path) -> None:
 
 
 def damaged(folder: Path) -> list[Path]:
-    """Entries that are no files, or empty, or not as they were when they were noted."""
+    """Returns entries that are not readable files, or empty, or not as they were recorded."""
     recorded, now = {}, signatures(folder)
     with contextlib.suppress(OSError, ValueError):
         recorded = dict(json.loads((folder / RECORD).read_text()))
@@ -68,7 +68,7 @@ def damaged(folder: Path) -> list[Path]:
 
 
 def drop(entries: list[Path]) -> None:
-    """Removes entries of the cache, as JAX neither uses nor replaces bad ones."""
+    """Removes entries of the cache, because JAX neither uses nor replaces bad ones."""
     for entry in entries:
         with contextlib.suppress(OSError):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -78,8 +78,8 @@ def drop(entries: list[Path]) -> None:
 
 
 def drop_what_cannot_be_read(folder: Path) -> None:
-    """JAX warns of an entry that it cannot read, by the name of the program alone, and compiles.
-    In place of the warning, all entries of that name are dropped."""
+    """Drops entries that JAX cannot read, instead of showing its warning. The warning has only the
+    name of the program, so all entries of that name are dropped. JAX then compiles the program."""
     show = warnings.showwarning
 
     def dropping(message: Any, *rest: Any, **more: Any) -> None:

@@ -1,4 +1,4 @@
-"""Attention over a ragged cache in plain jnp, block after block: what the CPU runs."""
+"""Attention over a ragged cache in plain jnp, block by block: the implementation for CPUs."""
 
 from functools import partial
 from typing import Any
@@ -31,13 +31,12 @@ def attention_blocked(
     compute_dtype: Any = None,
     return_lse: bool = True,
 ) -> Any:
-    """`attention_reference` by online softmax, a block of queries and a block of the cache at a
-    time: o, and its log-sum-exp if `return_lse`.
+    """Computes `attention_reference` by online softmax, for a block of queries and a block of the
+    cache at a time. Returns o and, if `return_lse`, its log-sum-exp.
 
-    One loop takes all pairs of blocks in which some query of some slot sees something, each block
-    of queries with the blocks of the cache from the first position it sees to the last. It upcasts
-    one block of the cache at a time to `compute_dtype` (q's unless given), and needs memory for
-    query_block * block scores a head.
+    One loop runs over pairs of blocks: each block of queries with the cache blocks from the first
+    position that it sees, in any slot, to the last. A step upcasts one cache block to
+    `compute_dtype` (by default q's), and needs memory for query_block * block scores per head.
     """
     B, T, N, H = q_BTNH.shape
     K, S, W = k_BKSH.shape[1:]
@@ -45,16 +44,16 @@ def attention_blocked(
     G, dtype = N // K, compute_dtype or q_BTNH.dtype
     if v_BKSH is None and v_scale_BKS is None:
         v_scale_BKS = k_scale_BKS
-    # The first block of queries is filled up in front, with queries that are cut off again.
+    # Padding in front fills up the first block of queries. Its outputs are cut off at the end.
     extra = -T % bt
     q_BTNH = jnp.pad(q_BTNH, ((0, 0), (extra, 0), (0, 0), (0, 0)))
     starts_BT = jnp.pad(starts_BT, ((0, 0), (extra, 0)), mode="edge")
-    # Else XLA's CPU compiler rotates the queries in the order of this transposition, one by one.
+    # Without the barrier, XLA on CPU rotates the queries in this transposed order, one by one.
     q_BKRH = rows_by_head(lax.optimization_barrier(q_BTNH), K)
     position_BR = jnp.repeat(lengths_B[:, None] - extra - T + jnp.arange(extra + T), G, axis=1)
     starts_BR = jnp.repeat(starts_BT, G, axis=1)
     first_n, end_n = _blocks_to_read(lengths_B, starts_BT, S, bs, bt)
-    steps_n = jnp.cumsum(jnp.maximum(end_n - first_n, 0))  # after each block of queries
+    steps_n = jnp.cumsum(jnp.maximum(end_n - first_n, 0))  # steps done after each block of queries
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     dot = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
 
@@ -69,7 +68,7 @@ def attention_blocked(
         first_BR, last_BR = (of_queries(x, axis=1)[..., None] for x in (starts_BR, position_BR))
         seen = (position >= first_BR) & (position <= last_BR) & filled
         rows = cut(k_BKSH)
-        # Cut before they are widened: no column of a shared row is converted for nothing.
+        # Rows are cut before they are widened, so no unused column of a shared row is converted.
         k, v = rows[..., W - H :], (rows if v_BKSH is None else cut(v_BKSH))[..., :Hv]
         q = of_queries(q_BKRH, axis=2).astype(dtype)
         s = dot("bkrh,bksh->bkrs", q, k.astype(dtype)) * scale
@@ -97,8 +96,8 @@ def attention_blocked(
 def _blocks_to_read(
     lengths_B: Array, starts_BT: Array, S: int, bs: int, bt: int
 ) -> tuple[Array, Array]:
-    """For each block of bt queries: the first block of bs positions that any slot needs, and the
-    one after the last."""
+    """Returns, for each block of bt queries, the first block of bs positions that any slot needs,
+    and the block after the last."""
     B, T = starts_BT.shape
     end_Bn = lengths_B[:, None] - T + jnp.arange(bt, T + 1, bt)
     first_Bn = jnp.maximum(starts_BT.reshape(B, -1, bt).min(2), 0)
@@ -107,8 +106,8 @@ def _blocks_to_read(
 
 
 def _before(sinks_N: Array | None, BTNK: tuple[int, ...], Hv: int) -> tuple[Array, Array, Array]:
-    """m, total [B, K, R, 1] and acc [B, K, R, Hv] before the first block. A sink is a logit that
-    has no value."""
+    """Returns m, total [B, K, R, 1] and acc [B, K, R, Hv] before the first block. A sink is a logit
+    without a value vector."""
     B, T, N, K = BTNK
     R = T * (N // K)
     m, total = jnp.full((B, K, R, 1), NEG_INF), jnp.zeros((B, K, R, 1))

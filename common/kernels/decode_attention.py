@@ -3,8 +3,8 @@
     o[b, t, n] = sum_s softmax_s(q[b, t, n] . k[b, n // G, s] * scale) v[b, n // G, s],
     over the positions s of the cache with starts[b, t] <= s <= lengths[b] - T + t.
 
-The cost is that of reading the filled cache once; the work is a few rows against many, so bandwidth
-is the bound.
+A few query rows are multiplied by many cache rows, so memory bandwidth is the bound: the cost is
+that of reading the filled cache once.
 """
 
 from functools import partial
@@ -21,8 +21,8 @@ from common.kernels.shapes import check_kind, check_shape, check_shapes
 
 Array = jax.Array
 
-FEW_QUERIES = 8  # up to so many a slot, attention is bound by reading the cache
-L1 = 8192  # float32 numbers in a core's nearest cache: a block of one head's rows on CPU
+FEW_QUERIES = 8  # up to this many a slot, reading the cache is the bound
+L1 = 8192  # float32 numbers in a CPU core's L1 cache, which holds a block of one head's rows
 
 
 def ragged_decode_attention(
@@ -40,37 +40,37 @@ def ragged_decode_attention(
     return_lse: bool = False,
     implementation: str = AUTO,
 ) -> Array | tuple[Array, Array]:
-    """Attention of T queries a slot, causal among themselves, over [starts, lengths) of its cache.
+    """Computes causal attention of a slot's last T positions over [starts, lengths) of its cache.
 
     Args:
-      q_BTNH: queries, the last T of the slot's positions; N = G * K heads, head n reads cache head
-        n // G.
-      k_BKSH: cached keys, f32, bf16, int8 or fp8 (e4m3); positions at or past `lengths` may hold
-        anything, NaN included.
-      v_BKSH: cached values; or None where a row of k_BKSH holds both, the values in its first
-        `v_dim` columns and the keys in its last H, the width of q: a latent cache, where they
-        overlap, or [value | key] side by side.
-      lengths_B: int32, positions that are filled, the T new ones included; 0 is an empty slot.
-        Query t stands at position lengths - T + t, whatever the capacity S is: lengths may lie
-        below 0 or above S. So where device d holds the positions of a cache from d * S on, it
-        attends with lengths - d * S and starts - d * S, not clipped, and `merge_parts` joins the
-        devices' outputs by their log-sum-exp.
-      starts: int32 [B] or [B, T], the first position that the slot, or each of its queries, sees,
-        as `first_seen` gives it; 0 unless given.
+      q_BTNH: the queries at the slot's last T positions, with N = G * K heads. Head n reads cache
+        head n // G.
+      k_BKSH: cached keys in f32, bf16, int8 or fp8 (e4m3). Positions at or past `lengths` may hold
+        anything, even NaN.
+      v_BKSH: cached values; or None if a row of k_BKSH holds both. Then its first `v_dim` columns
+        are the values, and its last H (the width of q) the keys. They overlap in a latent cache;
+        otherwise they lie side by side, [value | key].
+      lengths_B: int32, the number of filled positions, including the T new ones; 0 if a slot is
+        empty. Query t is at position lengths - T + t, whatever the capacity S is: lengths may be
+        below 0 or above S. So if device d holds the positions of a cache from d * S on, it passes
+        lengths - d * S and starts - d * S, not clipped. `merge_parts` then joins the outputs of the
+        devices by their log-sum-exp.
+      starts: int32, the first position that is seen by a slot [B] or by each of its queries [B, T];
+        `first_seen` computes it. By default 0.
       scale: multiplies q . k.
       k_scale_BKS, v_scale_BKS: float32 scales of an int8 or fp8 cache, one per token and head. The
-        values of shared rows have the scale of the keys unless they are given their own.
-      sinks_N: one logit per query head that joins the softmax and has no value; of a cache on
-        several devices, given to one of them.
-      return_lse: also return the log-sum-exp of the scaled logits, float32 [B, T, N]; -inf where
-        nothing was seen.
-      implementation: "reference"; "blocked"; "tpu" (queries in f32 or bf16, a capacity that is a
-        multiple of 128, or small) or "gpu" (Hopper; queries in bf16; heads of a multiple of 16),
-        which elsewhere are interpreted (for tests); or None to choose: the platform's kernel if it
-        takes these arrays, else "blocked".
+        values of shared rows have the keys' scale, unless v_scale_BKS is given.
+      sinks_N: one logit per query head, which joins the softmax without a value vector. If a cache
+        is split over devices, only one device gets the sinks.
+      return_lse: also return the log-sum-exp of the scaled logits, float32 [B, T, N]; -inf if a
+        query sees nothing.
+      implementation: an `Impl`. "auto" is the platform's kernel if that takes these arrays, else
+        "blocked". "tpu" takes queries in f32 or bf16, and a capacity that is small or a multiple of
+        128. "gpu" takes queries in bf16 and heads of a multiple of 16, and needs Hopper. Other
+        platforms interpret these two, for tests. The rest are "reference" and "blocked".
 
-    Returns [B, T, N, Hv] in q's dtype; a query that sees nothing gives zeros. One
-    that sees NaN, in a scale too, gives NaN; the compiled kernels do not promise that.
+    Returns [B, T, N, Hv] in q's dtype. A query that sees nothing gives zeros. A query that sees
+    NaN, even in a scale, gives NaN; the compiled kernels do not promise this.
     """
     check_shapes(q_BTNH, k_BKSH, v_BKSH, v_dim, lengths_B, k_scale_BKS, v_scale_BKS, sinks_N)
     (B, T), row = q_BTNH.shape[:2], k_BKSH.shape[3]
@@ -82,7 +82,7 @@ def ragged_decode_attention(
     starts_BT = jnp.broadcast_to(starts if starts.ndim == 2 else starts[:, None], (B, T))
     options: Any = dict(scale=scale, v_dim=v_dim)
     blocked: Any = partial(attention_blocked, **options, block=min(256, L1 // row))
-    if q_BTNH.dtype != jnp.float32:  # XLA's CPU compiler multiplies few rows of bfloat16 slowly
+    if q_BTNH.dtype != jnp.float32:  # XLA on CPU multiplies a few rows of bfloat16 slowly
         wide = partial(blocked, compute_dtype=jnp.float32)
         blocked = partial(lax.platform_dependent, cpu=wide, default=blocked)
     plain = dict(reference=partial(attention_reference, **options), blocked=blocked)

@@ -1,30 +1,30 @@
-"""Ragged decode attention for NVIDIA Hopper, in Mosaic GPU: the GPU backend of Pallas that is
-maintained. (The Triton one is deprecated, and takes no size that is not a power of 2: not 80, 96,
-576.)
+"""Ragged decode attention for NVIDIA Hopper, in Mosaic GPU, the maintained GPU backend of Pallas.
+(The Triton backend is deprecated, and takes only powers of 2 as sizes: not 80, 96 or 576.)
 
     grid (slot b, key/value head h, 64 of its query rows r, split s)
 
-A key/value head's T * G query rows are padded to the 64 that a tensor core multiplies at once.
-That is 64 multiplications a byte of bf16 cache, less than half of what Hopper does in the time of
-reading it, so reading stays the cost. A split takes its share of the slot's own blocks of 64
-positions, those that [start, length) touches; no other block is read. An online softmax over them
-leaves an output o, a largest logit m and a total, which `_merge` joins over the splits in plain
-jnp. As many splits are made as keep every multiprocessor busy, at batch 1 too.
+The T * G query rows of a key/value head are padded to 64, which a tensor core multiplies at once.
+That is 64 multiplications per byte of bf16 cache. Hopper can do more than twice as many in the time
+that it takes to read the byte, so reading remains the cost. A slot reads only the blocks of 64
+positions that its own [start, length) touches. Each split takes a share of them. It runs an online
+softmax over its share, and writes an output o, a largest logit m and a total. `_merge` joins these
+over the splits in plain jnp. There are enough splits to keep every multiprocessor busy, even at
+batch 1.
 
-    cache --asynchronous copies--> a ring of blocks in shared memory, a barrier each
-    int8, fp8: ring --registers--> one bf16 block; a token's scale multiplies its logit or its
-               probability
+    cache --asynchronous copies--> a ring of blocks in shared memory, one barrier each
+    int8, fp8: ring --registers--> one bf16 block; a key's scale multiplies its logit, a value's
+               scale multiplies its probability
     q k^T -> mask and softmax in registers -> p in shared memory -> o += p v in registers
 
-More than 256 value columns (a latent cache: 512) do not fit into the registers of one warpgroup.
-Then two warpgroups share each block: each scores half of its positions, they exchange the largest
-logits and the probabilities through shared memory, and each accumulates half of the columns.
+More than 256 value columns (a latent cache has 512) do not fit in the registers of one warpgroup.
+Then two warpgroups share each block. Each scores half of the positions. They exchange the largest
+logits and the probabilities through shared memory. Each accumulates half of the columns.
 
-Where a row of the cache holds values and keys, q is padded with zeros in front, and multiplied with
+If a row of the cache holds values and keys, q is padded with zeros in front, and multiplied by
 whole rows.
 
-0 * NaN is NaN, so the stale values of a slot's last block are blanked in shared memory. A block may
-reach past the cache: the copy engine writes zeros for what lies outside.
+Stale values in a slot's last block may be NaN, and 0 * NaN is NaN. So the kernel sets them to zero
+in shared memory. A block may reach past the end of the cache: the copy engine writes zeros there.
 """
 
 import math
@@ -60,42 +60,43 @@ from common.kernels.softmax import NEG_INF, merge_parts, normalized, online_soft
 
 Array = jax.Array
 
-BLOCK = 64  # positions of a cache that are copied, scored and accumulated together
-MAX_COLUMNS = 256  # of values that one warpgroup accumulates: 128 of a thread's 255 registers
+BLOCK = 64  # positions that are copied, scored and accumulated together
+MAX_COLUMNS = 256  # of values per warpgroup; they take 128 of a thread's 255 registers
 MAX_STAGES = 4
-AXES = ("b", "h", "r", "s", "w")  # of the grid; w counts the warpgroups of a block of threads
+AXES = ("b", "h", "r", "s", "w")  # of the grid; w is the warpgroup within a block of threads
 
 
 class KernelSizes(NamedTuple):
     """The sizes that the kernel is compiled for."""
 
-    T: int  # queries of a slot
-    G: int  # query heads of a key/value head
+    T: int  # queries per slot
+    G: int  # query heads per key/value head
     W: int  # columns of k, the first array of the cache
-    Hv: int  # and of the values
-    widths: tuple[int, ...]  # columns of the arrays that the cache is made of: k, or k and v
-    scales: int  # arrays of scales that it has beside them: 0, 1 or 2
+    Hv: int  # columns of the values
+    widths: tuple[int, ...]  # columns of each array of the cache: k, or k and v
+    scales: int  # how many arrays of scales the cache has: 0, 1 or 2
     dtype: Any  # of the cache
-    warpgroups: int  # of a block of threads
+    warpgroups: int  # per block of threads
     tile: int  # columns of a tile in shared memory
     row_blocks: int
-    stages: int  # blocks of the cache in the ring
+    stages: int  # blocks of the cache that the ring holds
     splits: int
 
     @property
     def wide_widths(self) -> tuple[int, ...]:
-        """Columns of the bf16 blocks into which the arrays of the cache are upcast."""
+        """Columns of the bf16 blocks that a narrow cache's arrays are upcast into; else none."""
         return self.widths if self.dtype in NARROW else ()
 
 
 def kernel_sizes(
     q_BTNH: Any, k_BKSH: Any, v_BKSH: Any, k_scale_BKS: Any, v_scale_BKS: Any, v_dim: int | None
 ) -> KernelSizes:
-    """The sizes for such arrays, or shapes of arrays.
+    """Returns the sizes for these arrays, or shapes of arrays.
 
-    Two blocks of threads share a multiprocessor where the memory of both fits, and the splits make
-    no more of them than are resident at once: 132 to 264, or half of that. Nor do they read less
-    than their partial results take to be written and read.
+    Two blocks of threads share a multiprocessor if the memory of both fits. Splitting adds blocks
+    of threads only while all are resident at once: there are 132 to 264, or half of that. And a
+    split of a full cache reads at least as many bytes as its partial results take to write and
+    read.
     """
     (B, T, N, _), (_, K, S, W) = q_BTNH.shape, k_BKSH.shape
     Hv, dtype = value_width(v_BKSH, v_dim), jnp.dtype(k_BKSH.dtype)
@@ -127,8 +128,8 @@ def unsupported(
     v_scale_BKS: Any = None,
     v_dim: int | None = None,
 ) -> str | None:
-    """What `decode_attention_gpu` cannot do about such arrays (or shapes), in one sentence; None
-    when it takes them."""
+    """Says in one sentence why `decode_attention_gpu` does not take these arrays (or shapes); None
+    if it does."""
     if reason := unsupported_here():
         return reason
     caches = [x for x in (k_BKSH, v_BKSH) if x is not None]
@@ -142,12 +143,15 @@ def unsupported(
         return "the GPU kernel takes scales of both keys and values, or of neither"
     widths = [k_BKSH.shape[-1], value_width(v_BKSH, v_dim)]
     if any(x % 16 for x in widths) or (widths[1] > MAX_COLUMNS and widths[1] % 32):
-        return f"the GPU kernel takes heads of a multiple of 16, not {widths}"
+        return (
+            "the GPU kernel takes widths that are multiples of 16 (of 32 for values wider than "
+            f"{MAX_COLUMNS}), not {widths}"
+        )
     sizes = kernel_sizes(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS, v_dim)
     if widths[1] > 2 * MAX_COLUMNS or sizes.stages < 2:
-        return f"the GPU kernel takes no heads as wide as {widths}: shared memory is too small"
+        return f"the GPU kernel takes no heads as wide as {widths}: on-chip memory is too small"
     if k_scale_BKS is not None and S % 4:
-        return f"the GPU kernel copies scales of a cache whose capacity divides by 4, not {S}"
+        return f"the GPU kernel takes scales only if the capacity is a multiple of 4, not {S}"
     return None
 
 
@@ -155,7 +159,7 @@ def unsupported(
 
 
 def _blank(v_s: Any, filled: Array) -> None:
-    """Zeros in the rows of a block [64, X] at and past `filled`."""
+    """Sets the rows of a block [64, X] to zero from row `filled` on."""
 
     @pl.when(filled < BLOCK)
     def _() -> None:
@@ -169,13 +173,13 @@ def _along(x: Array, axis: int, shape: tuple[int, ...]) -> Array:
 
 
 def _vector(x: Any, axis: int) -> Array:
-    """A vector, laid out over the threads as an axis of a matrix is: 0 rows, 1 columns."""
+    """Loads a vector, laid out over the threads like an axis of a matrix: 0 rows, 1 columns."""
     return plgpu.layout_cast(x[...], plgpu.Layout.WGMMA.reduce(1 - axis))
 
 
 def _nothing(columns: int) -> tuple[Array, Array, Array]:
-    """The online softmax of no position: its largest logit m [64], its total [64] of exp(logit -
-    m), its output o [64, columns] before the division."""
+    """Returns the online softmax before the first block: the largest logit m [64], the total [64]
+    of exp(logit - m), and the output o [64, columns], not yet divided by the total."""
     o = jnp.zeros((ROWS, columns), jnp.float32)
     m, total = (_vector(jnp.full((ROWS,), x, jnp.float32), 0) for x in (NEG_INF, 0.0))
     return m, total, plgpu.layout_cast(o, plgpu.Layout.WGMMA)
@@ -185,25 +189,25 @@ Meet = Callable[[], None]
 
 
 class WarpgroupBlock(NamedTuple):
-    """A block of positions in shared memory, as one warpgroup sees it."""
+    """The part of a block of positions, in shared memory, that one warpgroup works on."""
 
-    k: Any  # bf16 [its positions, H]
-    v: Any  # bf16 [64, its columns]
-    k_scale: Any  # float32 [its positions], or None
-    v_scale: Any
+    k: Any  # bf16 [own positions, H]
+    v: Any  # bf16 [64, own columns]
+    k_scale: Any  # float32 [own positions], or None
+    v_scale: Any  # the same
     p: Any  # bf16 [64, 64], the probabilities
-    own_p: Any  # [64, its positions] of them
-    m: Any  # float32 [warpgroups, 64], the largest logits, or None where it is alone
-    own_m: Any  # [64] of them
+    own_p: Any  # [64, own positions], a part of p
+    m: Any  # float32 [warpgroups, 64], the largest logits; None for a single warpgroup
+    own_m: Any  # [64], a part of m
 
 
 def _warpgroup_block(
     ring: list[Any], wide: list[Any], p_s: Any, m_s: Any, w: Array, meet: Meet, sizes: KernelSizes
 ) -> WarpgroupBlock:
-    """What warpgroup w scores and accumulates of a block, upcast by all of them."""
+    """Returns warpgroup w's part of a block. A narrow block is first upcast by all of them."""
     cache, scales = ring[: len(sizes.widths)], ring[len(sizes.widths) :]
     if wide:
-        meet()  # the other one may still read the block before
+        meet()  # the other warpgroup may still be reading the previous block
         for narrow_s, wide_s in zip(cache, wide, strict=True):
             upcast(narrow_s, wide_s, w, sizes.warpgroups)
         plgpu.commit_smem()
@@ -234,14 +238,14 @@ def _attend_block(
     scale: float,
     interpret: Any,
 ) -> tuple[Array, Array, Array]:
-    """Joins a block to the online softmax. `seen` is the mask of a shape [rows, positions];
-    `filled` of the 64 positions hold something; `meet` waits for the other warpgroup."""
+    """Adds a block to the online softmax. `seen` returns the mask for a shape [rows, positions];
+    positions from `filled` on are stale; `meet` waits for the other warpgroup."""
     m, total, o = carry
     scores = product(q_s, block.k.transpose((1, 0))) * scale
     mask = seen(scores.shape)
     if block.k_scale is not None:
         scores = scores * _along(_vector(block.k_scale, 1), 1, scores.shape)
-    scores = jnp.where(mask, scores, NEG_INF)  # whatever stale keys and scales gave
+    scores = jnp.where(mask, scores, NEG_INF)  # stale keys and scales may have given NaN
 
     def agree(m: Array) -> Array:
         if block.m is None:
@@ -265,21 +269,21 @@ def _attend_block(
 
 
 def _share(first: Array, end: Array, s: Array, splits: int) -> tuple[Array, Array]:
-    """Of the blocks [first, end), those of split s: the first of them, and how many."""
+    """Returns split s's share of the blocks [first, end): its first block, and how many it has."""
     each = lax.div(jnp.maximum(end - first, 0) + splits - 1, splits)
     mine = first + s * each
     return mine, jnp.clip(end - mine, 0, each)
 
 
 def _seen(span: tuple[Array, Array], at: Array, shape: tuple[int, int]) -> Array:
-    """Whether each row, whose span of positions is [first, last], sees those from `at` on."""
+    """Returns the mask of the positions from `at` on. Each row sees its span, [first, last]."""
     first, last = span
     pos = at + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     return (pos >= _along(first, 0, shape)) & (pos <= _along(last, 0, shape))
 
 
 def _load(copies: tuple[tuple[Any, Any], ...], barrier: Any, leader: Array) -> None:
-    """The leader copies from main to shared memory, and all wait for it."""
+    """The leader copies from main to shared memory; all warpgroups wait until it is done."""
 
     @pl.when(leader)
     def _() -> None:
@@ -290,7 +294,7 @@ def _load(copies: tuple[tuple[Any, Any], ...], barrier: Any, leader: Array) -> N
 
 
 def _store(o_s: Any, ml_s: Any, sums: Any, o_g: Any, ml_g: Any, part: Any, w: Array) -> None:
-    """What warpgroup w leaves of one split, through shared memory."""
+    """Writes warpgroup w's sums for one split to main memory, by way of shared memory."""
     ml_s[w, 0], ml_s[w, 1], o_s[w] = sums
     plgpu.commit_smem()
     own = pl.ds(w * o_s.shape[2], o_s.shape[2])
@@ -309,10 +313,10 @@ def _kernel(
     barriers: dict[str, Any],
     **options: Any,
 ) -> None:
-    """One split. In main memory: of each slot the first block, the end of its blocks and of its
+    """Runs one split. Inputs, in main memory: each slot's first block, end of blocks and end of
     positions [B, 3]; the first and last position that each query row sees [B, row block, 2, 64]; q
-    [B, K, row block, 64, W]; k and v [B, K, S, .], or k alone, and their scales [B, K, S]. Results:
-    o [B, K, row block, split, rows, Hv], and m and total [..., split, warpgroup, 2, 64]."""
+    [B, K, row block, 64, W]; k and v [B, K, S, .], or k alone; their scales [B, K, S]. Outputs: o
+    [B, K, row block, split, rows, Hv]; m and total [..., split, warpgroup, 2, 64]."""
     slots_g, rows_g, q_g, *cache_g, o_g, ml_g = refs
     b, h, r, s, w = (lax.axis_index(a) for a in AXES)
     leader, columns = w == 0, sizes.Hv // sizes.warpgroups
@@ -348,7 +352,7 @@ def _kernel(
 
     span_by_row = shared(begin, plgpu.SMEM((2, ROWS), jnp.int32))
     plgpu.commit_smem()
-    meet()  # each takes the place of the one before in shared memory
+    meet()  # each `shared` call reuses the shared memory of the one before
     sums = shared(walk, *_ring(sizes))
     plgpu.commit_smem()
     meet()
@@ -357,11 +361,11 @@ def _kernel(
     shared(store, f32((sizes.warpgroups, ROWS, columns)), f32((sizes.warpgroups, 2, ROWS)))
 
 
-# ---- around it
+# ---- around the kernel
 
 
 def _ring(sizes: KernelSizes) -> tuple[list[Any], list[Any]]:
-    """The ring of blocks of each array of a cache, and what they are upcast into."""
+    """Returns a ring for each array of the cache, and the blocks that they are upcast into."""
     rows, narrow = (sizes.stages, BLOCK), sizes.dtype in NARROW
     tiles = [math.gcd(64, x) if narrow else sizes.tile for x in sizes.widths]
     tiled = zip(sizes.widths, tiles, strict=True)
@@ -387,7 +391,7 @@ def _scratch(sizes: KernelSizes) -> dict[str, Any]:
 
 
 def _merge(o: Array, ml: Array, sinks_N: Array | None, sizes: KernelSizes) -> tuple[Array, Array]:
-    """The softmax over all splits: o [B, T, N, Hv] and log-sum-exp [B, T, N] in float32."""
+    """Merges the splits and the sinks: o [B, T, N, Hv] and log-sum-exp [B, T, N] in float32."""
     B, K, _, splits = o.shape[:4]
 
     def heads(x: Array) -> Array:  # [B, K, row block, split, rows, X] -> [split, B, T, N, X]
@@ -407,7 +411,7 @@ def _merge(o: Array, ml: Array, sinks_N: Array | None, sizes: KernelSizes) -> tu
 def _operands(
     q_BTNH: Array, lengths_B: Array, starts_BT: Array, K: int, S: int, sizes: KernelSizes
 ) -> tuple[Array, Array, Array]:
-    """What the kernel reads beside the cache, see `_kernel`."""
+    """Returns the inputs of `_kernel` that come before the cache."""
     B, T, _, H = q_BTNH.shape
     blocks, pad = sizes.row_blocks, sizes.row_blocks * ROWS - T * sizes.G
     filled_B, first_BT = jnp.minimum(lengths_B, S), jnp.maximum(starts_BT, 0)
@@ -435,15 +439,15 @@ def decode_attention_gpu(
     v_dim: int | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """`attention_reference` of few queries, on a Hopper GPU: o [B, T, N, Hv] in q's dtype, and
-    log-sum-exp [B, T, N] in float32.
+    """Computes `attention_reference` for few queries on a Hopper GPU: o [B, T, N, Hv] in q's dtype,
+    and log-sum-exp [B, T, N] in float32.
 
-    Takes q in bf16, a cache in bf16, int8 or fp8 e4m3, and scales of both keys and values or of
-    neither; of shared rows also one for both. `interpret` says whether to run it on the CPU, or is
-    InterpretGPUParams that say how.
+    Takes q in bf16, and a cache in bf16, int8 or fp8 e4m3. Keys and values both have scales, or
+    neither has; shared rows may also have one scale for both. `interpret` says whether to run on
+    the CPU, or is InterpretGPUParams, which say how.
 
-    Raises ValueError for what `unsupported` names. The reads are those of the filled and visible
-    blocks, once per 64 query rows of a head.
+    Reads only filled and visible blocks, once per 64 query rows of a head. Raises ValueError with
+    the reason from `unsupported`.
     """
     reason = unsupported(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS, v_dim)
     if reason is not None:

@@ -3,22 +3,22 @@
     o[b, k, r] = sum_s softmax_s(q[b, k, r] . k[b, k, s] * scale) v[b, k, s],
     for the R = T * G queries of slot b that share cache head k.
 
-Memory: the cache stays in HBM. A block is `block` positions of one slot, for all of its heads, so
-that the copies are large and each number is read once, whatever G is. The blocks that hold a
-position which some query sees are listed, slot after slot, in a `BlockList`; a ring of buffers in
-VMEM is kept full from that list, across slots. No other block is copied, none is copied twice, and
-an empty slot costs nothing but its zeros.
+Memory: the cache stays in HBM. A block is `block` positions of one slot, for all of its heads. So
+the copies are large, and each number is read once, whatever G is. A `BlockList` names, slot by
+slot, the blocks that hold a position which some query sees. The kernel copies these blocks ahead
+into a ring of buffers in VMEM, across slots. It copies no other block, and none twice. An empty
+slot costs only the zeros of its output.
 
-Layout: a TPU stores the last two dimensions in tiles of 8 x 128, and its compiler gives an array
-the order of these two that wastes less. So heads of 64, 80, 96 or 576 numbers lie with the
-positions last, heads of 128 or 256 with the positions before them, and each is multiplied as it
-lies: `positions_last` says how, and the transpose before the call moves nothing. A cache that lies
-otherwise is copied by the compiler, and the result is the same.
+Layout: a TPU stores the last two dimensions in tiles of 8 x 128, and its compiler orders these two
+dimensions so that the tiles waste less. So heads of 64, 80, 96 or 576 numbers are stored with the
+positions last, and heads of 128 or 256 with the head dimension last. The kernel takes either order;
+`positions_last` says which one it is, so the transpose before the call moves nothing. If a cache is
+stored in the other order, the compiler copies it, and the result is the same.
 
-Shared rows: where a row of the cache holds values and keys, q is padded with zeros in front, and
-multiplied with whole rows; a row of 128 takes the matrix unit as long as half of it would.
+Shared rows: if a row of the cache holds values and keys, q is padded with zeros in front, and
+multiplied by whole rows. The matrix unit takes as long for half a row of 128 as for all of it.
 
-Grid: the slots, one after the other on one core; where a device has two, the other one rests.
+Grid: the slots, one after the other on one core. If a device has two cores, the other one is idle.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,24 +38,24 @@ from common.kernels.varying import vary_like
 Array = jax.Array
 
 LANES, SUBLANES = 128, 8
-MAX_BLOCK = 512  # positions: what a slot reads beyond its length is half a block on average
-BLOCK_BYTES = 1 << 20  # of keys and values
-RING_BYTES = 4 << 20  # in flight: 1 us at 4 TB/s
-SCORE_BYTES = 1 << 20  # of float32 scores, of which a few copies live at once
-VMEM_BYTES = 13 << 20  # of ring, queries, scores and sums
-VMEM_LIMIT = 24 << 20  # of these and what the compiler makes of them
+MAX_BLOCK = 512  # positions; on average, a slot reads half a block beyond its length
+BLOCK_BYTES = 1 << 20  # of keys and values in a block
+RING_BYTES = 4 << 20  # of copies in flight: 1 us at 4 TB/s
+SCORE_BYTES = 1 << 20  # of a block's float32 scores; a few copies of them are live at once
+VMEM_BYTES = 13 << 20  # for the ring, queries, scores and sums
+VMEM_LIMIT = 24 << 20  # for these and the compiler's temporaries
 MAX_STAGES = 32
-MAX_ITEMS = 1 << 17  # of a BlockList: 512 KiB of SMEM
+MAX_ITEMS = 1 << 17  # in a BlockList; they take 512 KiB of SMEM
 CACHE_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 
 
 class BlockList(NamedTuple):
-    """The blocks to read, in the order of reading: item i is block first_B[b] + i - begin_B[b] of
-    slot b = slot[i]."""
+    """The blocks to read, in the order of reading. Item i is for slot b = slot[i], and is its block
+    first_B[b] + i - begin_B[b]."""
 
-    slot: Array  # int32 [B * blocks of a slot]; items from begin_B[B] on mean nothing
-    begin_B: Array  # int32 [B + 1]: slot b has the items from begin_B[b] to begin_B[b + 1]
-    first_B: Array  # int32 [B]: a slot's first block
+    slot: Array  # int32 [B * blocks of a slot]; items from begin_B[B] on are unused
+    begin_B: Array  # int32 [B + 1]: slot b has the items begin_B[b] to begin_B[b + 1] - 1
+    first_B: Array  # int32 [B]: the first block that a slot reads
 
 
 def list_blocks(lengths_B: Array, starts_BT: Array, S: int, block: int) -> BlockList:
@@ -71,7 +71,7 @@ def list_blocks(lengths_B: Array, starts_BT: Array, S: int, block: int) -> Block
 
 
 def positions_last(S: int, H: int) -> bool:
-    """Whether tiles of 8 x 128 waste less of [H, S] than of [S, H]."""
+    """Whether [H, S] wastes less in tiles of 8 x 128 than [S, H]."""
     return _tiles(H, S) < _tiles(S, H)
 
 
@@ -80,17 +80,17 @@ def _tiles(rows: int, columns: int) -> int:
 
 
 class RingSizes(NamedTuple):
-    """How the kernel goes through the cache."""
+    """The sizes of a block and of the ring."""
 
     block: int  # positions
     stages: int  # blocks that the ring holds
 
 
 def ring_sizes(q: Any, k: Any, v: Any, v_dim: int | None = None) -> RingSizes | None:
-    """The largest blocks and the longest ring within the bounds above, or None if none fits.
+    """Returns the largest blocks and the longest ring within the bounds above; None if none fit.
 
-    Blocks are multiples of 128 positions if S is one (the last may then begin early and overlap the
-    one before it), and else all of S.
+    If S is a multiple of 128, blocks are too; the last one may begin early and overlap the one
+    before it. Otherwise, one block is all of S.
     """
     (_, T, N, _), (_, K, S, W) = q.shape, k.shape
     rows, Hv = K * pl.cdiv(T * N // K, SUBLANES) * SUBLANES, value_width(v, v_dim)
@@ -98,7 +98,7 @@ def ring_sizes(q: Any, k: Any, v: Any, v_dim: int | None = None) -> RingSizes | 
     largest = min(MAX_BLOCK, BLOCK_BYTES // position, SCORE_BYTES // (4 * rows))
     block = S if S % LANES else min(S, max(largest // LANES, 1) * LANES)
     per_slot = rows * (4 * Hv + 2 * q.dtype.itemsize * (W + Hv))
-    scores = 3 * 4 * rows * block  # with their exponentials and the mask
+    scores = 3 * 4 * rows * block  # the scores, their exponentials and the mask
     stage, spare = position * block, VMEM_BYTES - per_slot - scores
     stages = min(max(RING_BYTES // stage, 2), spare // stage, MAX_STAGES)
     return RingSizes(block, stages) if stages >= 2 else None
@@ -107,7 +107,7 @@ def ring_sizes(q: Any, k: Any, v: Any, v_dim: int | None = None) -> RingSizes | 
 def unsupported(
     q: Any, k: Any, v: Any, k_scale: Any = None, v_scale: Any = None, v_dim: int | None = None
 ) -> str | None:
-    """Why the kernel does not take these arrays (or shapes), in a sentence; or None, and it
+    """Says in one sentence why the kernel does not take these arrays (or shapes); None if it
     does."""
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"the TPU kernel takes queries in float32 or bfloat16, not {q.dtype}"
@@ -118,24 +118,24 @@ def unsupported(
     sizes = ring_sizes(q, k, v, v_dim)
     if sizes is None:
         return (
-            f"the TPU kernel has no block of a cache {list(k.shape)} with {q.shape[1:3]} queries "
-            "that fits on the chip: the capacity should be a multiple of 128"
+            f"no block of a cache {list(k.shape)} with {q.shape[1:3]} queries fits on the chip for "
+            "the TPU kernel: the capacity should be a multiple of 128"
         )
     items = len(q) * -(-k.shape[2] // sizes.block)
     if items > MAX_ITEMS:
-        return f"the TPU kernel lists at most {MAX_ITEMS} blocks of a cache, not {items}"
+        return f"the TPU kernel takes a cache of at most {MAX_ITEMS} blocks, not {items}"
     return None
 
 
 class Static(NamedTuple):
-    """What a kernel is compiled for, besides the shapes of its arrays."""
+    """The numbers that a kernel is compiled for, besides the shapes of its arrays."""
 
     T: int
     G: int
     S: int
     block: int
     stages: int
-    axes: tuple[int, ...]  # of the positions, in each of a slot's cache arrays
+    axes: tuple[int, ...]  # the axis of the positions in each cache array of a slot
     v_dim: int | None
     scale: float
 
@@ -144,26 +144,26 @@ class Static(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """Where in the cache a block lies, of which some query does not see all."""
+    """Where a block lies in the cache; for blocks that some query does not see entirely."""
 
     first: Array  # its first position
-    at: Array  # the first position copied: the last block begins early, to end at S
+    at: Array  # the first position copied, which is lower if the last block must end at S
     length: Array
     starts: list[Array]
 
 
 def _begin(i: Array, b: Array, listed: BlockList, c: Static) -> tuple[Array, Any]:
-    """The first position of item i, of slot b, and the first one copied."""
+    """Returns the first position of item i, which is for slot b, and the first position copied."""
     first = (listed.first_B[b] + i - listed.begin_B[b]) * c.block
-    if c.block == c.S:  # the compiler wants to see that a slice of 77 is all of 77
+    if c.block == c.S:  # the compiler must see that a slice of, say, 77 positions is all of 77
         return first, 0
     return first, pl.multiple_of(jnp.minimum(first, c.S - c.block), LANES)
 
 
 def _kernel(*refs: Any, static: Static) -> None:
-    """In: the BlockList, lengths [B] and starts [B * T]; q [1, K, R, W], sink [K, R, 1], and the
-    cache's arrays as they lie. Out: o [1, K, R, Hv] and lse [1, K, R]. In VMEM: a ring per array,
-    and in float32 m and total [K, R, 1], acc [K, R, Hv]."""
+    """Attends for one slot. Inputs: the BlockList, lengths [B] and starts [B * T]; q [1, K, R, W],
+    sink [K, R, 1], and the cache's arrays in the order in memory. Outputs: o [1, K, R, Hv] and lse
+    [1, K, R]. Scratch: a ring per array; in float32 m and total [K, R, 1], acc [K, R, Hv]."""
     c, n = static, len(static.axes)
     listed, (length_B, start_BT, q, sink), refs = BlockList(*refs[:3]), refs[3:7], refs[7:]
     caches, (o, lse, *ring, arrived, m, total, acc) = refs[:n], refs[n:]
@@ -185,7 +185,7 @@ def _kernel(*refs: Any, static: Static) -> None:
         lax.fori_loop(0, jnp.minimum(c.stages - 1, items), start, None)
 
     m[...] = sink[...]
-    total[...] = jnp.where(sink[...] > NEG_INF, 1.0, 0.0)  # a sink is a logit that has no value
+    total[...] = jnp.where(sink[...] > NEG_INF, 1.0, 0.0)  # a sink has a logit, but no value vector
     acc[...] = jnp.zeros_like(acc)
     length = length_B[own]
     starts = [start_BT[own * c.T + t] for t in range(c.T)]
@@ -217,7 +217,7 @@ def _attend_block(
     *,
     static: Static,
 ) -> None:
-    """One step of the online softmax; without an `edge`, every query sees the whole block."""
+    """Adds a block to the online softmax. Without an `edge`, every query sees the whole block."""
     c, dtype = static, q_KRW.dtype
     k, *rest = (x[...] for x in block)
     k_axis = v_axis = c.axes[0]
@@ -233,7 +233,7 @@ def _attend_block(
     m[...], total[...], keep, p = online_softmax(m[...], total[...], scores)
 
     def filled(x: Array, axis: int) -> Array:
-        """x, without what lies past the length: anything, NaN included, and 0 * NaN is NaN."""
+        """x, with zeros past the length: stale numbers may be NaN, and 0 * NaN is NaN."""
         if edge is None:
             return x
         position = edge.at + lax.broadcasted_iota(jnp.int32, x.shape, axis)
@@ -247,7 +247,7 @@ def _attend_block(
 
 
 def _seen(shape: tuple[int, ...], edge: Edge, c: Static) -> Array:
-    """Whether each row of queries sees each position of the block; [K, R, block]."""
+    """Returns the mask [K, R, block]: which query row sees which position of the block."""
     token = lax.div(lax.broadcasted_iota(jnp.int32, shape, 1), c.G)
     position = edge.at + lax.broadcasted_iota(jnp.int32, shape, 2)
     lower = jnp.full_like(token, edge.starts[0])
@@ -258,7 +258,7 @@ def _seen(shape: tuple[int, ...], edge: Edge, c: Static) -> Array:
 
 
 def _dot_by_head(x: Array, y: Array, axis: int) -> Array:
-    """Per head, the last axis of x with `axis` of y, in float32."""
+    """Multiplies per head, summing over the last axis of x and `axis` of y, in float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dimensions = (((2,), (axis,)), ((0,), (0,)))
     return lax.dot_general(x, y, dimensions, precision, preferred_element_type=jnp.float32)
@@ -282,11 +282,11 @@ def decode_attention_tpu(
     sizes: RingSizes | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """`ragged_decode_attention`: its output [B, T, N, Hv] in q's dtype and, in float32, the
+    """Computes `ragged_decode_attention`: the output [B, T, N, Hv] in q's dtype, and in float32 the
     log-sum-exp [B, T, N].
 
-    `sizes` and `interpret`, of which `pl.pallas_call` says what it may be, are for tests. Raises
-    ValueError for what `unsupported` names.
+    `sizes` and `interpret` are for tests; `interpret` is passed to `pl.pallas_call`. Raises
+    ValueError with the reason from `unsupported`.
     """
     reason = unsupported(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS, v_dim)
     sizes = sizes or ring_sizes(q_BTNH, k_BKSH, v_BKSH, v_dim)
@@ -325,7 +325,7 @@ def _call(
     interpret: Any,
 ) -> Any:
     (B, K, R, W), c = q_BKRW.shape, static
-    if not interpret:  # or the compiler brings the whole cache into VMEM first, where there is room
+    if not interpret:  # otherwise the compiler copies the whole cache into VMEM first, if it fits
         caches = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in caches]
     q_BKRW = vary_like(q_BKRW, *scalars, sink_KR1, *caches)
     out = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q_BKRW).manual_axis_type)
@@ -355,7 +355,7 @@ def _call(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_LIMIT
         ),
-        cost_estimate=pl.CostEstimate(  # of a full cache
+        cost_estimate=pl.CostEstimate(  # for a full cache
             flops=2 * B * K * c.T * c.G * c.S * (W + Hv),
             transcendentals=B * K * c.T * c.G * c.S,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in (q_BKRW, *caches)),

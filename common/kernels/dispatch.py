@@ -23,6 +23,10 @@ class Impl(enum.StrEnum):
     TPU = "tpu"
     GPU = "gpu"
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"unknown implementation {value!r}: use one of {', '.join(cls)}")
+
 
 AUTO = Impl.AUTO
 # shard_map can check what is replicated in these. No Pallas call passes its check.
@@ -55,10 +59,7 @@ def choose(
     if implementation == AUTO:
         taken = {k.platform: k.call for k in known.values() if k.refusal is None}
         return partial(lax.platform_dependent, **taken, default=plain[Impl.BLOCKED])
-    if implementation not in known:
-        names = ", ".join((Impl.AUTO, *plain, *known))
-        raise ValueError(f"unknown implementation {implementation!r}: use one of {names}")
-    kernel = known[implementation]
+    kernel = known[Impl(implementation)]
     if kernel.refusal is not None:
         raise ValueError(kernel.refusal)
     native, interpreted = {kernel.platform: kernel.call}, partial(kernel.call, interpret=True)

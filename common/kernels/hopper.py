@@ -1,5 +1,5 @@
-"""What the GPU kernels share: products of bf16 in shared memory, the ring of blocks that copies
-fill ahead, and when there is a GPU kernel at all."""
+"""Parts that the GPU kernels share: products of bf16 in shared memory, a ring of blocks that copies
+fill ahead, and a check of whether GPU kernels can run."""
 
 import contextlib
 import importlib
@@ -12,50 +12,52 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-plgpu: Any = None  # its types differ from one JAX to the next
-with contextlib.suppress(ImportError):  # JAX 0.10 needs absl-py for it, and does not install it
+plgpu: Any = None  # Any, because its types differ between JAX versions
+with contextlib.suppress(ImportError):  # JAX 0.10 needs absl-py for this, but does not install it
     plgpu = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
 Array = jax.Array
 
-ROWS = 64  # what one tensor core instruction of a warpgroup multiplies
+ROWS = 64  # rows that one tensor core instruction of a warpgroup multiplies
 PASS = 64  # columns that go through registers at a time
 MULTIPROCESSORS = 132  # of an H100 and an H200
-SHARED = 233472  # bytes of shared memory of a multiprocessor
-OVERHEAD = 1024 + 2048  # of it, a block of threads': the system's; barriers, reductions, alignment
-WIDE = jnp.dtype(jnp.bfloat16)  # what is multiplied
+SHARED = 233472  # bytes of shared memory in a multiprocessor
+# Bytes of it per block of threads: for the system, and for barriers, reductions and alignment.
+OVERHEAD = 1024 + 2048
+WIDE = jnp.dtype(jnp.bfloat16)  # the dtype that is multiplied
 NARROW = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 
 
 def unsupported_here() -> str | None:
-    """Why no GPU kernel can run, in one sentence. Without a GPU they are compiled for Hopper."""
+    """Says in one sentence why no GPU kernel can run; None if one can. Without a GPU, kernels are
+    compiled for Hopper."""
     capability = getattr(jax.devices()[0], "compute_capability", "9.0")
     if plgpu is None:
-        return "the GPU kernels need Mosaic GPU, which this JAX imports only beside absl-py"
+        return "the GPU kernels need Mosaic GPU, which this JAX imports only with absl-py installed"
     if capability != "9.0":
-        return f"the GPU kernels need compute capability 9.0 (Hopper), not {capability}"
+        return f"the GPU kernels need compute capability 9.0 (Hopper); this GPU has {capability}"
     return None
 
 
 def interpreter(interpret: Any) -> Any:
-    """False, or the InterpretGPUParams that True stands for."""
+    """Returns default InterpretGPUParams for True, and any other argument unchanged."""
     if interpret is True:
         if not hasattr(plgpu, "InterpretGPUParams"):
-            raise ValueError("JAX before 0.11 has no interpreter of GPU kernels")
+            raise ValueError("JAX before 0.11 cannot interpret GPU kernels: install a later one")
         return plgpu.InterpretGPUParams()
     return interpret
 
 
 def compiler_params() -> Any:
     return plgpu.CompilerParams(
-        approx_math=True,  # of exp
-        reduction_scratch_bytes=0,  # rows lie within a warp
-        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,  # JAX 0.10 has another default
+        approx_math=True,  # for exp
+        reduction_scratch_bytes=0,  # none, because each row lies within one warp
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,  # not the default in JAX 0.10
     )
 
 
 def product(a_s: Any, b_s: Any) -> Array:
-    """a [64, X] b [X, Y], both bf16 in shared memory: float32 [64, Y] in registers."""
+    """Multiplies a [64, X] by b [X, Y], bf16 in shared memory: float32 [64, Y] in registers."""
 
     def multiply(acc: Any) -> Array:
         plgpu.wgmma(acc, a_s, b_s)
@@ -65,25 +67,25 @@ def product(a_s: Any, b_s: Any) -> Array:
 
 
 def add_product(acc: Array, a_s: Any, b_s: Any, interpret: Any) -> Array:
-    """acc + a b. Compiled, it adds in place, without which 256 columns do not fit into the
-    registers; the interpreter knows no accumulator that begins with a value."""
+    """Returns acc + a b. Compiled, it adds in place: otherwise 256 columns would not fit in the
+    registers. The interpreter cannot, because it has no accumulator with an initial value."""
     if interpret:
         return acc + product(a_s, b_s)
     return pl.run_state(lambda ref: plgpu.wgmma(ref, a_s, b_s))(plgpu.ACC.init(acc))
 
 
 def passes(x_s: Any) -> list[Any]:
-    """The columns of a matrix in shared memory, as many at a time as go through registers."""
+    """Cuts a matrix in shared memory into parts of at most PASS columns."""
     columns = x_s.shape[1]
     return [x_s.at[:, pl.ds(i, min(PASS, columns - i))] for i in range(0, columns, PASS)]
 
 
 def upcast(narrow_s: Any, wide_s: Any, w: Array | int = 0, warpgroups: int = 1) -> None:
-    """Warpgroup w's share of a block [64, X] of int8 or fp8 -> bf16."""
+    """Converts warpgroup w's share of a block [64, X] from int8 or fp8 to bf16."""
 
     def widen(source: Any, target: Any) -> None:
         x = source[...]
-        if x.dtype != jnp.int8:  # fp8 has no conversion of its own to bf16
+        if x.dtype != jnp.int8:  # there is no direct conversion from fp8 to bf16
             x = x.astype(jnp.float32)
         target[...] = x.astype(WIDE)
 
@@ -105,9 +107,9 @@ def through_ring(
     full: Any,
     free: Any,
 ) -> Any:
-    """step(i, place, carry) for the `count` blocks that copy(i, place) brings into a place of the
-    ring, in order and up to `stages` at a time. The `leader` copies; every warpgroup takes the
-    steps."""
+    """Runs step(i, place, carry) on `count` blocks, in order. copy(i, place) fetches a block into a
+    place of the ring, which holds `stages` blocks. Only the `leader` copies; every warpgroup runs
+    the steps."""
 
     @pl.when(leader)
     def _() -> None:
@@ -119,7 +121,7 @@ def through_ring(
         place, left = lax.rem(i, stages), lax.rem(i + stages - 1, stages)
         refill = i + stages - 1
 
-        @pl.when(leader & (i > 0) & (refill < count))  # the place that the last step left
+        @pl.when(leader & (i > 0) & (refill < count))  # the place that the previous step freed
         def _() -> None:
             plgpu.barrier_wait(free.at[left])
             copy(refill, left)
@@ -127,7 +129,7 @@ def through_ring(
         plgpu.barrier_wait(full.at[place])
         carry = step(i, place, carry)
 
-        @pl.when(i + stages < count)  # every arrival is waited for
+        @pl.when(i + stages < count)  # without a later copy, nobody would wait for this
         def _() -> None:
             plgpu.barrier_arrive(free.at[place])
 
@@ -137,8 +139,8 @@ def through_ring(
 
 
 def matrix(rows: tuple[int, ...], columns: int, dtype: Any, tile: int) -> Any:
-    """Shared memory in the tiles that copies write and tensor cores read. Tiles of 16 bytes, which
-    the latter cannot read, are left out."""
+    """Returns shared memory in the swizzled tiles that copies write and tensor cores read. Tiles of
+    16 bytes, which tensor cores cannot read, are not swizzled."""
     width = tile * jnp.dtype(dtype).itemsize
     if width < 32:
         return plgpu.SMEM((*rows, columns), dtype, transforms=(plgpu.TilingTransform((8, tile)),))

@@ -1,12 +1,12 @@
-"""Prefill attention: many queries of each row against its cache, without a [T, S] matrix of scores.
+"""Prefill attention: many queries per row against its cache, without a [T, S] matrix of scores.
 
     o[b, t, n] = sum_s softmax_s(q[b, t, n] . k[b, n // G, s] * scale) v[b, n // G, s],
     over the positions s of the cache with first_seen(p) <= s <= p = lengths[b] - T + t.
 
-On TPU this is JAX's splash attention, elsewhere the blocked attention that also takes few queries.
-Either way the blocks above the diagonal are left out, those in the empty part of the cache above
-all, and those before a window or a chunk: the work grows with lengths, or with the window, not with
-S.
+On TPU this is JAX's splash attention. Elsewhere it is the blocked attention, which also takes few
+queries. Both skip the blocks above the diagonal (most of all, the empty part of the cache)
+and the blocks before a window or a chunk. So the work grows with lengths, or with the window, not
+with S.
 """
 
 from functools import partial
@@ -39,29 +39,30 @@ def prefill_attention(
     v_dim: int | None = None,
     implementation: str = AUTO,
 ) -> Array:
-    """Causal attention of the last T of each row's `lengths` positions over its cache.
+    """Computes causal attention of each row's last T positions over its cache.
 
     Args:
-      q_BTNH: queries; N = G * K heads, head n reads cache head n // G.
-      k_BKSH, v_BKSH, v_dim: the cache, f32, bf16, int8 or fp8, as `ragged_decode_attention` takes
-        it; v_BKSH is None where its rows hold keys and values. Positions at or past `lengths` may
-        hold anything, NaN included.
-      lengths_B: int32, positions that are filled, the T new ones included. Query t stands at
-        position lengths - T + t, whatever the capacity S is: lengths may lie below 0 or above S,
-        and a query past the cache sees what its window or chunk leaves of it.
+      q_BTNH: the queries at the row's last T positions, with N = G * K heads. Head n reads cache
+        head n // G.
+      k_BKSH, v_BKSH, v_dim: the cache in f32, bf16, int8 or fp8; the same as in
+        `ragged_decode_attention`. v_BKSH is None if a row of k_BKSH holds keys and values.
+        Positions at or past `lengths` may hold anything, even NaN.
+      lengths_B: int32, the number of filled positions, including the T new ones. Query t is at
+        position lengths - T + t, whatever the capacity S is: lengths may be below 0 or above S. A
+        query past the cache sees those cached positions that its window or chunk allows.
       scale: multiplies q . k.
-      window: a query sees the last `window` positions, its own included; all before it unless
-        given.
-      chunk: a query at position p sees those with the same p // chunk; see `first_seen`.
+      window: a query sees the last `window` positions, including its own; by default all up to its
+        own.
+      chunk: a query at position p sees only positions with the same p // chunk; see `first_seen`.
       k_scale_BKS, v_scale_BKS: float32 scales of an int8 or fp8 cache, one per token and head. The
-        values of shared rows have the scale of the keys unless they are given their own.
-      sinks_N: one logit per query head that joins the softmax and has no value.
-      implementation: "reference"; "blocked"; "tpu" (splash), which elsewhere is interpreted (for
-        tests); "gpu", which is blocked; or None to choose: splash for bf16 queries on TPU, else
-        blocked (splash multiplies float32 in bf16).
+        values of shared rows have the keys' scale, unless v_scale_BKS is given.
+      sinks_N: one logit per query head, which joins the softmax without a value vector.
+      implementation: an `Impl`. "auto" is splash for bf16 queries on TPU, else "blocked", because
+        splash multiplies float32 in bf16. "tpu" is splash; other platforms interpret it, for tests.
+        "gpu" is the same as "blocked". The last one is "reference".
 
-    Returns [B, T, N, Hv] in q's dtype; a query that sees nothing gives zeros. One
-    that sees NaN, in a scale too, gives NaN; the compiled kernel does not promise that.
+    Returns [B, T, N, Hv] in q's dtype. A query that sees nothing gives zeros. A query that sees
+    NaN, even in a scale, gives NaN; the compiled kernel does not promise this.
     """
     check_shapes(q_BTNH, k_BKSH, v_BKSH, v_dim, lengths_B, k_scale_BKS, v_scale_BKS, sinks_N)
     for name, n in dict(window=window, chunk=chunk).items():

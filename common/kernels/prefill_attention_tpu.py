@@ -1,15 +1,15 @@
 """Prefill attention on TPU, by JAX's splash attention.
 
-Splash is made for masks that are known when it is compiled; here the mask depends on how much of
-the prompt the cache holds. Its mask is data, though: the position of each query and, per block of
-scores, whether to compute it and which keys to fetch. So these are computed from `lengths`, and
-what no query sees is neither fetched nor computed.
+Splash is made for masks that are known at compile time. Here the mask depends on how much of the
+prompt is cached. But splash reads its mask from arrays: the position of each query and, for each
+block of scores, whether to compute it and which keys to fetch. These arrays are computed from
+`lengths`, so blocks that no query sees are neither fetched nor computed.
 
-What grows with S is one copy of a row's values, and of its keys too when they are int8: splash
-multiplies whole blocks, and 0 * NaN is NaN, so stale values are blanked first. Rows are taken one
-after the other, since the splash kernel knows no batch. Prefill works on few rows (one per `data`
-shard), where neither matters: at the widths of Llama 3.1 8B and S = 8192 the copy is 34 MB of
-traffic against 436 MB of weights.
+One cost does grow with S: a copy of a row's values, and of its keys if they are int8. Splash
+multiplies whole blocks, and 0 * NaN is NaN, so stale values are first set to zero. Also, the rows
+run one after the other, because the splash kernel has no batch axis. Prefill has few rows (one per
+`data` shard), so neither matters: at the widths of Llama 3.1 8B and S = 8192, the copy is 34 MB of
+traffic, and the weights are 436 MB.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ from common.kernels.visible import first_seen
 Array = jax.Array
 
 LANES = 128
-QUERY_BLOCK = 512  # a block of 512 * 512 float32 scores is 1 MiB, of a v5e's 16 MiB of VMEM
-KEY_BLOCKS = (512, 256, 128)  # splash: a multiple of 128
+QUERY_BLOCK = 512  # 512 * 512 float32 scores are 1 MiB; a v5e has 16 MiB of VMEM
+KEY_BLOCKS = (512, 256, 128)  # splash takes multiples of 128
 
 
 def prefill_attention_tpu(
@@ -46,7 +46,7 @@ def prefill_attention_tpu(
     v_dim: int | None = None,
     interpret: bool = False,
 ) -> Array:
-    """`prefill_attention`. Of shared rows the keys are the whole rows, and q is [0 | q]."""
+    """Computes `prefill_attention`. Shared rows are used whole as keys; q is padded to [0 | q]."""
     (_, T, _, H), (S, W) = q_BTNH.shape, k_BKSH.shape[2:]
     filled_BS = jnp.arange(S) < lengths_B[:, None]
     if v_BKSH is None:
@@ -76,8 +76,8 @@ def prefill_attention_tpu(
 def _blocks_of_keys(
     position_T: Array, first: Callable[[Array], Array], reach: int, S: int, bq: int, bs: int
 ) -> tuple[Array, Array]:
-    """Per block of bq queries, the blocks of bs keys in the order of reading, and which of them
-    some query sees. Of those unseen, the last one seen is named again, which is no new fetch."""
+    """Returns, for each block of bq queries, the blocks of bs keys in the order of reading, and
+    whether some query sees each. An unseen one names the last seen block, so nothing is fetched."""
     first_q = first(position_T[::bq, None]) // bs
     last_q = jnp.minimum(position_T[bq - 1 :: bq, None], S - 1) // bs
     most = min(-(-S // bs), -(-(bq + reach - 2) // bs) + 1)
@@ -99,7 +99,8 @@ def _row(
     sinks_N: Array | None,
     interpret: bool,
 ) -> Array:
-    """One row; T and the padded S are multiples of the blocks, and position_T never falls."""
+    """Attends for one row. T and the padded S are multiples of the block sizes, and position_T
+    never decreases."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
@@ -113,7 +114,7 @@ def _row(
     )
 
     def seen(q: Array, k: Array) -> Array:
-        """Of positions [bq, bs]; a query's is the same in all lanes, and looked at in 128."""
+        """The mask [bq, bs] of positions q and k. All lanes of q are equal, so 128 are enough."""
         q, repeats = q[:, :LANES], (1, k.shape[1] // LANES)
         return (k >= jnp.tile(first(q), repeats)) & (k <= jnp.tile(jnp.minimum(q, S - 1), repeats))
 

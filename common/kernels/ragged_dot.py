@@ -1,14 +1,15 @@
 """Ragged dot: rows grouped by expert, each times the transpose of its expert's matrix.
 
-    y[m] = x[m] w[e]^T + bias[e],  for the rows m of group e: the `group_sizes[e]` rows after those
-    of the groups before it. Rows after the last group, which belong to experts on another device,
-    give zeros.
+    y[m] = x[m] w[e]^T + bias[e],  for the rows m of group e
 
-Letters: M rows, E experts, I the columns of x and O those of y; so a matrix is [O, I].
+Group e has `group_sizes[e]` rows, and follows group e - 1. Rows after the last group belong to
+experts on another device, and give zeros.
 
-Few rows are bound by reading the matrices of the experts that have some. The kernels read no
-others, and what runs on CPU only where others are few. XLA's own ragged dot multiplies every row
-with every expert, on each platform that this was compiled for.
+Letters: M rows, E experts, I columns of x, O columns of y. So a matrix is [O, I].
+
+With few rows, the cost is reading the matrices of the experts that have rows. The kernels read no
+other matrices; on CPU, others are read only if they are few. XLA's own ragged dot multiplies every
+row by every expert's matrix, on each platform that it was compiled for.
 """
 
 from functools import partial
@@ -38,8 +39,8 @@ from common.quant import (
 
 Array = jax.Array
 
-WIDENED_OUT = 256  # rows of a matrix at a time where weights are widened: of these there is a copy
-MAX_GROUP_ROWS = 128  # rows of an expert at a time
+WIDENED_OUT = 256  # matrix rows that are widened at a time; there is a wide copy of these only
+MAX_GROUP_ROWS = 128  # rows of x that an expert multiplies at a time
 
 
 def ragged_dot(
@@ -51,28 +52,28 @@ def ragged_dot(
     out_dtype: Any = None,
     implementation: str = AUTO,
 ) -> Array:
-    """Each row of x times the transpose of its expert's matrix [out, in], accumulated in float32.
+    """Multiplies each row of x by its expert's matrix [out, in] transposed, summing in float32.
 
     Args:
       x_MI: rows sorted by expert, f32 or bf16.
       w_EOI: one matrix [O, I] per expert: an f32 or bf16 array, or Int8(values [E, O, I], scale [E,
-        O] or [E, 1, O]), Fp8 or Mxfp4. Those are upcast part by part, in on-chip memory: no wide
-        copy is made.
-      group_sizes_E: int32, rows of each expert; may be 0, and may sum to less than M.
-      bias_EO: added to the rows of each expert.
-      out_dtype: of the result; that of x unless given.
-      implementation: "reference", which alone has a gradient; "blocked", plain jnp that does
-        little more than the work of the groups; "tpu" (all but rows too long for on-chip memory)
-        and "gpu" (Hopper; bf16 rows; weights in bf16, Int8, Fp8 or Mxfp4), which elsewhere are
-        interpreted (for tests); or None to choose: the platform's kernel if it takes these
-        arrays, else "blocked".
+        O] or [E, 1, O]), Fp8 or Mxfp4. The last three are upcast part by part, in on-chip memory:
+        no wide copy is made.
+      group_sizes_E: int32, how many rows each expert has. It may be 0; the sum may be less than M.
+      bias_EO: added to each expert's rows of the result.
+      out_dtype: the dtype of the result; by default that of x.
+      implementation: an `Impl`. "auto" is the platform's kernel if that takes these arrays, else
+        "blocked". "reference" alone has a gradient. "blocked" is plain jnp that does little more
+        than the work of the groups. "tpu" takes all rows that fit in on-chip memory. "gpu" takes
+        bf16 rows and weights in bf16, Int8, Fp8 or Mxfp4, and needs Hopper. Other platforms
+        interpret these two, for tests.
 
-    On TPU, XLA lays out an array whose last dimension is not a multiple of 128 as it likes, and
-    copies all of it for the kernel: have such weights placed as `row_major` says.
+    On TPU, XLA chooses the layout of an array whose last dimension is not a multiple of 128. It
+    would then copy the whole array for the kernel: place such weights as `row_major` says.
 
     Returns [M, O].
     """
-    if isinstance(w_EOI, Int8) and w_EOI.scale.shape[1:-1] == (1,):  # a part of a split stack
+    if isinstance(w_EOI, Int8) and w_EOI.scale.shape[1:-1] == (1,):  # a part of a sharded stack
         w_EOI = w_EOI._replace(scale=w_EOI.scale[:, 0])
     _check(x_MI, w_EOI, group_sizes_E, bias_EO)
     dtype = out_dtype or x_MI.dtype
@@ -91,26 +92,26 @@ def ragged_dot(
         )
 
     multiply = choose(implementation, plain, kernels)
-    operands = jax.tree.map(jnp.asarray, (x_MI, w_EOI, group_sizes_E, bias_EO))  # of NumPy, too
+    operands = jax.tree.map(jnp.asarray, (x_MI, w_EOI, group_sizes_E, bias_EO))  # from NumPy, too
     y_MO: Array = multiply(*operands)
     return y_MO
 
 
 def row_major(sharding: Sharding, axes: int = 3) -> Format:
-    """Where to put the arrays of w_EOI, and how: row by row, as the TPU kernel reads them."""
+    """Returns the format in which to place w_EOI's arrays: row by row, as the TPU kernel reads."""
     return Format(Layout(tuple(range(axes))), sharding)
 
 
 def _check(x_MI: Array, w_EOI: Matrix, group_sizes_E: Array, bias_EO: Array | None) -> None:
     if len(x_MI.shape) != 2 or len(group_sizes_E.shape) != 1:
         raise ValueError(
-            f"x {x_MI.shape} and group sizes {group_sizes_E.shape} are no [M, I] and [E]"
+            f"x_MI {x_MI.shape} and group_sizes_E {group_sizes_E.shape} must be [M, I] and [E]"
         )
     check_kind("group_sizes_E", group_sizes_E, jnp.integer)
     check_kind("x_MI", x_MI, jnp.floating)
     (M, n_in), E, n_out = x_MI.shape, group_sizes_E.shape[0], _rows_of_matrix(w_EOI)
     if isinstance(w_EOI, Mxfp4) and n_in % MXFP4_GROUP:
-        raise ValueError(f"rows of {n_in} are not whole groups of {MXFP4_GROUP} 4-bit weights")
+        raise ValueError(f"4-bit weights need x of a multiple of {MXFP4_GROUP} columns, not {n_in}")
     want: list[tuple[int, ...]] = [(E, n_out, n_in)]
     if isinstance(w_EOI, Int8):
         want += [(E, n_out)]
@@ -120,7 +121,7 @@ def _check(x_MI: Array, w_EOI: Matrix, group_sizes_E: Array, bias_EO: Array | No
         want = [(E, n_out, n_in // 2), (E, n_out, n_in // MXFP4_GROUP)]
     got = [a.shape for a in jax.tree.leaves(w_EOI)]
     if got != want:
-        raise ValueError(f"{M} rows of {n_in} and {E} groups need weights of {want}, not of {got}")
+        raise ValueError(f"{M} rows of {n_in} and {E} groups need weights of {want}, not {got}")
     if bias_EO is not None and bias_EO.shape != (E, n_out):
         raise ValueError(
             f"{E} matrices of {n_out} rows need a bias of {(E, n_out)}, not {bias_EO.shape}"
@@ -128,7 +129,7 @@ def _check(x_MI: Array, w_EOI: Matrix, group_sizes_E: Array, bias_EO: Array | No
 
 
 def _rows_of_matrix(w_EOI: Matrix) -> int:
-    """O, however w is stored."""
+    """Returns O, for any stored form of w."""
     return int(jax.tree.leaves(w_EOI)[0].shape[1])
 
 
@@ -136,7 +137,7 @@ def _rows_of_matrix(w_EOI: Matrix) -> int:
 
 
 def _dense(w: Any) -> Array:
-    """One expert's matrix [O, I], or some rows of it, in float32."""
+    """Converts one expert's matrix [O, I], or some rows of it, to float32."""
     if isinstance(w, Int8):
         values: Array = w.values.astype(jnp.float32) * w.scale[:, None]
         return values
@@ -160,7 +161,7 @@ def _reference(
     *,
     out_dtype: Any,
 ) -> Array:
-    """Every row times every expert, of which it keeps its own."""
+    """Multiplies every row by every expert's matrix, and keeps the product with its own."""
     ends_E = jnp.cumsum(group_sizes_E)
     m = jnp.arange(x_MI.shape[0])[:, None]
 
@@ -179,13 +180,13 @@ def _reference(
 
 
 def _part(w_EOI: Matrix, e: Array, at: Array | int, n: int, dtype: Any) -> tuple[Array, Any]:
-    """Rows at .. at + n of expert e's matrix, and what multiplies the products with them; `at` is a
-    multiple of FP8_BLOCK. In `dtype`, that of the rows of x, where that loses nothing, else in
-    float32."""
+    """Returns rows [at, at + n) of expert e's matrix, and the scale that multiplies their products;
+    `at` is a multiple of FP8_BLOCK. The rows are in `dtype` (that of x) if this loses nothing,
+    else in float32."""
 
     def cut(a: Array, at: Array | int, n: int) -> Array:
-        # In two steps: of one, XLA's CPU compiler widens all of a bfloat16 or fp8 array first. Of
-        # two it widens one expert's matrix, at worst.
+        # With one slice, XLA on CPU would first widen the whole bfloat16 or fp8 array. With two, it
+        # widens at most one expert's matrix.
         return lax.dynamic_slice_in_dim(lax.dynamic_index_in_dim(a, e, keepdims=False), at, n)
 
     if isinstance(w_EOI, Fp8):
@@ -206,7 +207,7 @@ def _multiply(x_MI: Array, w_OI: Any) -> Array:
 
 
 def _movable(x: Array) -> Array:
-    """x in a type that XLA's CPU compiler moves as it is: bfloat16 it first widens."""
+    """Views bfloat16 as uint16: XLA on CPU would widen bfloat16 before it moves it."""
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
@@ -222,11 +223,11 @@ def _blocked(
     *,
     out_dtype: Any,
 ) -> Array:
-    """Rounds, in which every expert takes R of its rows, as long as two thirds of the experts have
-    some; and one expert after the other for the rows that are left.
+    """Multiplies in rounds, as long as two thirds of the experts have rows left. In a round, every
+    expert takes R of its rows. The rows that remain are multiplied one expert after the other.
 
-    A round is one product, which XLA's CPU runtime computes faster than one for each expert, but
-    only of matrices that need not be widened. Fewer rows than experts have none.
+    A round is one product, which XLA on CPU computes faster than one per expert, but only if the
+    matrices need not be widened. If there are fewer rows than experts, there are no rounds.
     """
     (M, dtype), E = (len(x_MI), x_MI.dtype), len(group_sizes_E)
     has_rounds = M >= E and not _must_widen(w_EOI, dtype)
@@ -242,7 +243,7 @@ def _blocked(
         y_ERO = jax.vmap(_multiply)(x_ERI, w_EOI) + (0 if bias_EO is None else bias_EO[:, None])
         m = jnp.arange(M + R)
         e = jnp.minimum((m[:, None] >= ends_E).sum(1), E - 1)
-        nth = m - first_E[e]  # of its expert's rows in this round
+        nth = m - first_E[e]  # the row's number among its expert's in this round
         new_MO = _movable(y_ERO.astype(out_dtype))[e, jnp.clip(nth, 0, R - 1)]
         return jnp.where(((nth >= 0) & (nth < R))[:, None], new_MO, y_MO)
 
@@ -252,13 +253,13 @@ def _blocked(
 
 
 def _must_widen(w_EOI: Any, dtype: Any) -> bool:
-    """Whether rows of `dtype` cannot meet the matrices as they are."""
+    """Whether the matrices must be widened before they multiply rows of `dtype`."""
     return is_stored(w_EOI) or w_EOI.dtype != dtype
 
 
 def _rows_at_a_time(share: float, dtype: Any) -> int:
-    """R, if experts get `share` rows on average: as many as few experts exceed whose rows are
-    drawn at random. One row of bfloat16 XLA's CPU compiler would multiply in float32."""
+    """Returns R for experts that get `share` rows on average. If rows are drawn at random, few
+    experts get more than R. For bfloat16, R > 1: XLA on CPU multiplies a single row in float32."""
     least = 2 if dtype == jnp.bfloat16 else 1
     return least if share < 1 else min(ceil(share + 3 * sqrt(share)), MAX_GROUP_ROWS)
 
@@ -273,10 +274,10 @@ def _expert_by_expert(
     dtype: Any,
     out_dtype: Any,
 ) -> Array:
-    """The products of the last left_E rows of each expert, R rows at a time; the other rows are
-    anything. A matrix is cut in blocks if it must be widened.
+    """Computes the products of each expert's last left_E rows, R rows at a time. Other rows of the
+    result are undefined. A matrix that must be widened is cut into blocks.
 
-    The last R of an expert reach into rows of the next ones, which write theirs later.
+    The last R rows of an expert may reach into the next experts' rows, which are written later.
     """
     E, n_out = len(left_E), _rows_of_matrix(w_EOI)
     n = min(WIDENED_OUT, n_out) if _must_widen(w_EOI, dtype) else n_out

@@ -2,22 +2,23 @@
 
     grid (tile t of an expert's rows, 64 rows o of its matrix [O, I])
 
-Few rows are bound by reading the matrices of the experts that have some, so the product is turned
-around: y^T = w x^T, where 64 rows of w are what a tensor core multiplies at once, and x adds as few
-columns as there are rows. A block of threads walks along I, 128 columns at a time, through a ring
-of asynchronous copies of both. What is narrower goes through registers into bf16. An expert without
-rows has no tile, so its matrix is not read.
+With few rows, the cost is reading the matrices of the experts that have rows. So the product is
+transposed: y^T = w x^T. A tensor core multiplies 64 rows of w at once, and the few rows of x are
+the columns. A block of threads walks along I, 128 columns at a time. Asynchronous copies bring the
+columns of w and of x into a ring. Narrow weights go through registers, where they are upcast to
+bf16. An expert without rows has no tile, so its matrix is not read.
 
-4-bit weights hold two neighbours of a row in a byte. They are not interleaved again: x has the even
-columns of each block before the odd ones instead. Their scales are too narrow for the copy engine:
-each thread loads those of its rows, one block ahead. Nothing stops such a load at the end of a
-matrix, so the last 64 rows are taken from there, and some rows are multiplied twice.
+4-bit weights hold two neighbours of a row in a byte. The kernel does not interleave them again:
+instead, each block of x has its even columns before its odd ones. The scales are too narrow for the
+copy engine: each thread loads those of its rows, one block ahead. Such a load does not stop at the
+end of a matrix. So the last tile takes the last 64 rows of the matrix, and some rows are multiplied
+twice.
 
-Tiles begin at multiples of 8 rows, where the copy engine can: a tile may hold rows of neighbours,
-whose results nobody takes. Rows, matrices and results may end inside a tile: the copy engine reads
-zeros and drops what lies outside.
+Tiles begin at multiples of 8 rows, as the copy engine requires. So a tile may hold rows of
+neighbouring experts, whose results are not used. Rows, matrices and results may end inside a tile:
+the copy engine reads zeros past the end, and writes nothing there.
 
-With many rows per expert this is correct and slow: it reads x once per 64 columns of y.
+With many rows per expert this is correct but slow: it reads x once per 64 columns of y.
 """
 
 import math
@@ -49,26 +50,26 @@ from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Int8, Matrix, Mxfp4, e2m1,
 
 Array = jax.Array
 
-STEP = FP8_BLOCK  # columns of x and w at a time: those that share a scale of fp8
+STEP = FP8_BLOCK  # columns of x and w at a time; they share a scale of fp8
 ALIGNMENT = 8  # rows
 MIN_TILE_ROWS, MAX_TILE_ROWS = 16, 128
 MAX_STAGES = 6
 
 
 class TileList(NamedTuple):
-    """Tiles of rows, expert by expert, [tiles] int32 each, and where each row's result is, [M]."""
+    """Tiles of rows, expert by expert, [tiles], and where each row's result is, [M]; all int32."""
 
     expert: Array
     start: Array  # its first row
-    used: Array  # 1, or 0 past the last tile
+    used: Array  # 1; 0 past the last tile
     expert_M: Array  # E for the rows after the last group
     tile_M: Array
-    row_M: Array  # in its tile
+    row_M: Array  # the row within its tile
 
 
 def rows_of_tile(M: int, E: int) -> int:
-    """A power of two that holds twice the average group and what its alignment adds: of a larger
-    group the matrix is read again, mostly from the cache of the chip."""
+    """Returns a power of two that holds twice the average group, with its alignment. For a larger
+    group the matrix is read again, mostly from the chip's cache."""
     rows = MIN_TILE_ROWS
     while rows < min(MAX_TILE_ROWS, ALIGNMENT + 2 * -(-M // E), M):
         rows *= 2
@@ -76,7 +77,7 @@ def rows_of_tile(M: int, E: int) -> int:
 
 
 def list_tiles(group_sizes_E: Array, M: int, rows: int) -> TileList:
-    """The tiles of `rows` rows that the groups touch; of no more of them than there may be."""
+    """Lists tiles of `rows` rows that the groups touch, padded to the largest possible number."""
     E, some = group_sizes_E.shape[0], min(group_sizes_E.shape[0], M)
     most = some + (M + (ALIGNMENT - 2) * some) // rows
     ends_E = jnp.cumsum(group_sizes_E)
@@ -98,21 +99,21 @@ def list_tiles(group_sizes_E: Array, M: int, rows: int) -> TileList:
 
 
 def unsupported(x_MI: Any, w_EOI: Any) -> str | None:
-    """What `ragged_dot_gpu` cannot do about such arrays (or shapes), in one sentence; None when it
-    takes them."""
+    """Says in one sentence why `ragged_dot_gpu` does not take these arrays (or shapes); None if it
+    does."""
     if reason := unsupported_here():
         return reason
     n_in, n_out = x_MI.shape[1], getattr(w_EOI, "values", w_EOI).shape[1]
     if x_MI.dtype != WIDE:
         return f"the GPU kernel of ragged_dot takes rows of bfloat16, not {x_MI.dtype}"
     if not isinstance(w_EOI, Int8 | Fp8 | Mxfp4) and getattr(w_EOI, "dtype", None) != WIDE:
-        return "the GPU kernel of ragged_dot takes weights in bfloat16, Int8, Fp8 and Mxfp4 only"
+        return "the GPU kernel of ragged_dot takes only weights in bfloat16, Int8, Fp8 and Mxfp4"
     if isinstance(w_EOI, Mxfp4) and n_out < ROWS:
         return (
             f"the GPU kernel of ragged_dot takes Mxfp4 matrices of {ROWS} rows or more, not {n_out}"
         )
     if isinstance(w_EOI, Mxfp4) and not hasattr(plgpu, "InterpretGPUParams"):
-        return "the GPU kernel of ragged_dot takes Mxfp4 with JAX 0.11 and later only"
+        return "the GPU kernel of ragged_dot takes Mxfp4 only with JAX 0.11 or later"
     if n_in % 16:
         return f"the GPU kernel of ragged_dot takes rows of a multiple of 16 columns, not {n_in}"
     if n_out % 8:
@@ -121,16 +122,16 @@ def unsupported(x_MI: Any, w_EOI: Any) -> str | None:
 
 
 def split_columns(x_MI: Array) -> Array:
-    """x [M, I] for 4-bit weights: of each STEP columns the even ones, then the odd ones; with zeros
-    up to a whole step."""
+    """Reorders the columns of x [M, I] for 4-bit weights: in every STEP columns, the even ones come
+    before the odd ones. Zeros fill up the last step."""
     M, n_in = x_MI.shape
     x_MI = jnp.pad(x_MI, ((0, 0), (0, -n_in % STEP)))
     return x_MI.reshape(M, -1, STEP // 2, 2).swapaxes(2, 3).reshape(M, -1)
 
 
 def _powers(scale_g: Any, expert: Array, row: Array, i: Array) -> tuple[Array, ...]:
-    """The powers of two of ROWS rows in step i, group by group: float32 [ROWS] each. Groups past
-    the last one have codes of 0: any scale does."""
+    """Returns the scales of ROWS rows in step i, which are powers of two: float32 [ROWS] for each
+    group. Past the last group all codes are 0, so any scale will do."""
 
     def power(j: int) -> Array:
         group = jnp.minimum(i * (STEP // MXFP4_GROUP) + j, scale_g.shape[2] - 1)
@@ -143,8 +144,8 @@ def _powers(scale_g: Any, expert: Array, row: Array, i: Array) -> tuple[Array, .
 
 
 def _upcast_mxfp4(w_s: Any, powers: tuple[Array, ...], wide_s: Any) -> None:
-    """Bytes [ROWS, STEP / 2] -> bf16: the low halves, then the high ones. 16 bytes share a
-    scale."""
+    """Converts bytes [ROWS, STEP / 2] to bf16: first the low halves, then the high ones. 16 bytes
+    share a scale."""
     half = STEP // 2
     byte = plgpu.layout_cast(w_s[...].astype(jnp.int32), plgpu.Layout.WGMMA)
     shape = ROWS, half // len(powers)
@@ -154,7 +155,7 @@ def _upcast_mxfp4(w_s: Any, powers: tuple[Array, ...], wide_s: Any) -> None:
 
 
 def _store(y: Array, y_g: Any, y_s: Any) -> None:
-    """Registers -> shared -> main memory."""
+    """Writes y from registers to main memory, by way of shared memory."""
     y_s[...] = y
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(y_s, y_g)
@@ -164,16 +165,17 @@ def _store(y: Array, y_g: Any, y_s: Any) -> None:
 def _kernel(
     *refs: Any, stages: int, interpret: Any, ring: Any, wide: Any, full: Any, free: Any
 ) -> None:
-    """One tile of one expert. In main memory: expert, start and use of the tiles [3, tiles]; x [M,
-    I]; w [E, O, I], or packed; a scale of fp8 [E, blocks of O, blocks of I], of mxfp4 [E, O, groups
-    of I]; the result [tiles, O, rows], of mxfp4 its O rounded up to ROWS."""
+    """Multiplies one tile of rows by ROWS rows of its expert's matrix. In main memory, inputs: each
+    tile's expert, start and use [3, tiles]; x [M, I]; w [E, O, I], or packed; a scale, for fp8 [E,
+    blocks of O, blocks of I], for mxfp4 [E, O, groups of I]. Output: [tiles, O, rows], where mxfp4
+    has O rounded up to ROWS."""
     tiles_g, x_g, w_g, *scale_g, y_g = refs
     t, o = lax.axis_index("t"), lax.axis_index("o")
     expert, start, used = (tiles_g[i, t] for i in range(3))
     x_s, w_s = ring
     rows, packed = x_s.shape[1], w_g.dtype == jnp.uint8
     row = o * ROWS
-    if packed:  # the scales do not come by the copy engine, which knows where a matrix ends
+    if packed:  # only the copy engine knows where a matrix ends; it does not load the scales
         row = jnp.minimum(row, w_g.shape[1] - ROWS)
 
     def copy(i: Array, place: Array) -> None:
@@ -196,7 +198,7 @@ def _kernel(
 
     def step_mxfp4(i: Array, place: Array, carry: Any) -> Any:
         acc, powers = carry
-        later = _powers(scale_g[0], expert, row, i + 1)  # on their way during this step
+        later = _powers(scale_g[0], expert, row, i + 1)  # these loads run during this step
         _upcast_mxfp4(w_s.at[place], powers, wide[0])
         plgpu.commit_smem()
         return add_product(acc, wide[0], x_s.at[place].transpose((1, 0)), interpret), later
@@ -222,8 +224,9 @@ def ragged_dot_gpu(
     out_dtype: Any,
     interpret: Any = False,
 ) -> Array:
-    """`ragged_dot` on a Hopper GPU, of bf16 x and bf16, Int8, Fp8 or Mxfp4 w; `interpret` says
-    whether to run it on the CPU. Raises ValueError for what `unsupported` names."""
+    """Computes `ragged_dot` on a Hopper GPU, for x in bf16 and w in bf16, Int8, Fp8 or Mxfp4.
+    `interpret` says whether to run on the CPU. Raises ValueError with the reason from
+    `unsupported`."""
     if reason := unsupported(x_MI, w_EOI):
         raise ValueError(reason)
     interpret, values = interpreter(interpret), jax.tree.leaves(w_EOI)[0]
@@ -249,7 +252,7 @@ def ragged_dot_gpu(
         kernel_name="ragged_dot_gpu",
     )(jnp.stack(tiles[:3]), split_columns(x_MI) if packed else x_MI, values, *blocks)
     y_MO = y_by_tile[tiles.tile_M, :, tiles.row_M]
-    if written > n_out:  # the last ROWS of them are those of the matrix
+    if written > n_out:  # the last ROWS results are of the matrix's last ROWS rows
         last = n_out // ROWS * ROWS
         y_MO = jnp.concatenate([y_MO[:, :last], y_MO[:, written - n_out % ROWS :]], axis=1)
     own_M = jnp.minimum(tiles.expert_M, E - 1)
@@ -261,8 +264,8 @@ def ragged_dot_gpu(
 
 
 def _memory(values: Array, rows: int, packed: bool) -> tuple[int, list[Any], list[Any]]:
-    """How many steps the ring holds, its arrays, and what w is upcast into: half of a
-    multiprocessor's shared memory at most."""
+    """Returns how many steps the ring holds, its arrays, and the array that w is upcast into. They
+    take at most half of a multiprocessor's shared memory."""
     columns = STEP // 2 if packed else STEP
     step = columns * ROWS * values.dtype.itemsize + STEP * rows * WIDE.itemsize
     fixed = ROWS * rows * 4 + OVERHEAD
@@ -271,6 +274,6 @@ def _memory(values: Array, rows: int, packed: bool) -> tuple[int, list[Any], lis
         fixed += ROWS * STEP * WIDE.itemsize
         wide = [matrix((ROWS,), STEP, WIDE, 64)]
     stages = min((SHARED // 2 - fixed) // step, MAX_STAGES)
-    tile = math.gcd(values.shape[2], 64) if packed else 64  # whole ones in a row
+    tile = math.gcd(values.shape[2], 64) if packed else 64  # a row holds whole tiles
     x, w = matrix((stages, rows), STEP, WIDE, 64), (stages, ROWS)
     return stages, [x, matrix(w, columns, values.dtype, tile)], wide

@@ -1,22 +1,23 @@
-"""Ragged dot on TPU: a walk over the pairs of a tile of rows and an expert with rows in it.
+"""Ragged dot on TPU: one step for each pair of a tile of rows and an expert that has rows in it.
 
-    grid (tiles of the output's columns, pairs). The pairs are listed on the device, before the
-    kernel, from the sizes of the groups: in order of rows, so that both the tile and the expert
-    only ever move forward.
+    grid (tiles of the output's columns, pairs)
 
-A step multiplies a tile of rows [rows, I] by a tile [columns, I] of the expert's matrix as it lies
-in memory, keeps the products of the rows that are the expert's, and leaves the others to the steps
-before and after. Everything follows from the order: the weights of an expert are fetched once per
-pass, however many row tiles it has, and upcast once; an expert without rows is in no pair, and is
-not fetched. There are at most tiles + experts - 1 pairs; the grid has as many steps, and those left
-over name the last pair again, which fetches nothing.
+The pairs are listed on the device, before the kernel runs, from the group sizes. They are in order
+of rows, so both the tile and the expert only move forward.
 
-With few rows (one tile) the time is that of reading the experts that have rows. With many, a step
-does `rows` operations per weight, and repeats `columns` of them per number of x; a tile that holds
-rows of several experts is multiplied once for each.
+A step multiplies a tile of rows [rows, I] by a tile [columns, I] of the expert's matrix, in the
+order in memory. It keeps the products of the expert's own rows, and leaves the others to the steps
+before and after. Because of the order, an expert's weights are fetched and upcast once per pass,
+however many row tiles it has. An expert without rows is in no pair, so it is not fetched. There are
+at most tiles + experts - 1 pairs, and the grid has that many steps. Steps that are left over name
+the last pair again, which fetches nothing.
 
-4-bit weights hold two neighbours of a row in a byte. They are not interleaved again: the rows of x
-are split into even and odd columns instead, and the two products added.
+With few rows (one tile), the time is that of reading the experts that have rows. With many, a step
+does `rows` operations per weight, and `columns` operations per number of x. A tile that holds rows
+of several experts is multiplied once for each.
+
+4-bit weights hold two neighbours of a row in a byte. The kernel does not interleave them again:
+instead, x is split into even and odd columns, and the two products are added.
 """
 
 from collections.abc import Callable
@@ -34,31 +35,32 @@ from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Int8, Matrix, Mxfp4, e2m1,
 Array = jax.Array
 
 LANES, SUBLANES = 128, 8
-BUDGET = 12 << 20  # bytes of tiles, of a v5e's 16 MiB; the rest is for values within a step
-TILE_ROWS = (128, 64, 32, 16)  # the smaller ones where I is so large that nothing else fits
-MANY_ROWS = 256  # in a tile, from so many per expert on
-UPCAST_ROWS = 32  # of a matrix at a time: one tile of 8-bit numbers
+BUDGET = 12 << 20  # bytes for tiles; a v5e has 16 MiB, and the rest is for values within a step
+TILE_ROWS = (128, 64, 32, 16)  # the smaller ones if I is so large that nothing else fits
+MANY_ROWS = 256  # in a tile, if experts have at least this many on average
+UPCAST_ROWS = 32  # of a matrix at a time; a memory tile of 8-bit numbers has as many
 
 
 class Pairs(NamedTuple):
-    """Of each step, int32 [steps]: its expert, its row tile, and the rows that the expert owns."""
+    """Each step's expert, row tile, and rows [start, end) of that expert; int32 [steps] each."""
 
     expert: Array
     tile: Array
-    start: Array  # no rows are start = end = 0
+    start: Array  # start = end = 0 if the step has no rows
     end: Array
-    some: Array  # [1]: 0 if no expert has rows, else 1
+    some: Array  # int32 [1]: 0 if no expert has rows, else 1
 
 
 def list_pairs(group_sizes_E: Array, M: int, rows: int) -> Pairs:
-    """A pair begins where a tile does, or a group: each tile has one at least, to be zeroed."""
+    """Lists the pairs. A pair begins where a tile or a group begins. Each tile has at least one,
+    which sets it to zero."""
     (E,), tiles = group_sizes_E.shape, pl.cdiv(M, rows)
     ends_E = jnp.cumsum(group_sizes_E)
     starts_E, total = ends_E - group_sizes_E, ends_E[-1]
     inside_E = (group_sizes_E > 0) & (starts_E % rows > 0)
     begin = jnp.concatenate([jnp.arange(tiles) * rows, jnp.where(inside_E, starts_E, M)])
     begin = jnp.sort(begin)[: tiles + min(E, M) - 1]
-    # Past the last group: its expert once more.
+    # Past the last group, pairs name its expert again.
     expert = jnp.count_nonzero(ends_E <= jnp.minimum(begin, total - 1)[:, None], axis=1)
     tile = jnp.minimum(begin, M - 1) // rows
     start, end = (jnp.where(begin < total, x[expert], 0) for x in (starts_E, ends_E))
@@ -68,12 +70,12 @@ def list_pairs(group_sizes_E: Array, M: int, rows: int) -> Pairs:
 
 class TileSizes(NamedTuple):
     rows: int  # of x
-    columns: int  # of the output, which are rows of w
+    columns: int  # of the output; they are rows of w
 
 
 def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSizes | None:
-    """The widest tiles that fit BUDGET: few passes over x, and large transfers of w. None if none
-    do."""
+    """Returns the widest tiles that fit in BUDGET: they make few passes over x, and large transfers
+    of w. None if no tile fits."""
     (M, n_in), (E, n_out, *_) = x_MI.shape, jax.tree.leaves(w_EOI)[0].shape
 
     def row(dtype: Any, width: int) -> int:
@@ -98,19 +100,19 @@ def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSi
 
 
 def _planes(w_EOI: Matrix) -> int:
-    """Into how many arrays the columns of x are split: even and odd ones, where a byte of w holds
-    two."""
+    """Returns into how many arrays the columns of x are split: 2 (even and odd ones) if a byte of w
+    holds two weights, else 1."""
     return 2 if isinstance(w_EOI, Mxfp4) else 1
 
 
 def _tiled(w_EOI: Matrix) -> list[Array]:
-    """The arrays of w whose rows are rows of the matrices."""
+    """Returns the arrays of w whose rows are rows of the matrices."""
     arrays = jax.tree.leaves(w_EOI)
     return arrays if isinstance(w_EOI, Mxfp4) else arrays[:1]
 
 
 def _compute_dtype(x_MI: Array, w_EOI: Matrix) -> Any:
-    if isinstance(w_EOI, tuple):  # narrow numbers, upcast to those of x
+    if isinstance(w_EOI, tuple):  # narrow weights are upcast to the dtype of x
         return x_MI.dtype
     return jnp.promote_types(x_MI.dtype, w_EOI.dtype)
 
@@ -120,12 +122,12 @@ def _needs_upcast(w_EOI: Matrix, dtype: Any) -> bool:
 
 
 def unsupported(x_MI: Array, w_EOI: Matrix) -> str | None:
-    """Why there is no kernel for such arguments, in a sentence."""
+    """Says in one sentence why the kernel does not take these arrays; None if it does."""
     dtype = _compute_dtype(x_MI, w_EOI)
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"the TPU kernel of ragged_dot multiplies in float32 or bfloat16, not {dtype}"
     if tile_sizes(x_MI, w_EOI, dtype, jnp.float32) is None:
-        return f"rows of {x_MI.shape[1]} are too long for the TPU kernel of ragged_dot"
+        return f"rows of {x_MI.shape[1]} columns are too long for the TPU kernel of ragged_dot"
     return None
 
 
@@ -133,17 +135,18 @@ def unsupported(x_MI: Array, w_EOI: Matrix) -> str | None:
 
 
 class Operands(NamedTuple):
-    """P is 2 for packed weights, else 1. Those of eight experts lie in one tile of memory."""
+    """The blocks that a step sees. P is 2 for packed weights, else 1. Int8's scales and the biases
+    come for eight experts at a time: these share a tile of memory."""
 
     x: Any  # [P, rows, I / P]
     w: Any  # [1, columns, I], packed or not
-    w_scale: Any  # of Int8 [8 experts, columns]; Fp8's [1, blocks, blocks]; Mxfp4's as w; or None
+    w_scale: Any  # Int8: [8 experts, columns]; Fp8: [1, blocks, blocks]; Mxfp4: like w; or None
     bias: Any  # [8 experts, columns], or None
 
 
 def _kernel(*refs: Any, form: type) -> None:
-    """After the pairs and the operands the output [rows, columns], and where w must be upcast a
-    scratch [P, columns, I / P] for it. `form` is how w is stored."""
+    """Runs one step. `refs` are the pairs, the operands, the output [rows, columns] and, if w must
+    be upcast, a scratch [P, columns, I / P] for it. `form` is how w is stored."""
     pairs, operands, y = Pairs(*refs[:5]), refs[5], refs[6]
     x, w, w_scale, bias = operands
     wide = refs[7] if len(refs) > 7 else None
@@ -179,7 +182,7 @@ def _kernel(*refs: Any, form: type) -> None:
 
 
 def _multiply(x: Array, w: Array) -> Array:
-    """x times the transpose of w, in float32."""
+    """Multiplies x by the transpose of w, in float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dimensions = (((1,), (1,)), ((), ()))
     return lax.dot_general(
@@ -188,7 +191,7 @@ def _multiply(x: Array, w: Array) -> Array:
 
 
 def _upcast(form: type, w: Any, w_scale: Any, wide: Any, n: Array) -> None:
-    """wide = w, a few rows at a time. Int8 scales whole columns of the result, later."""
+    """Upcasts w into `wide`, a few rows at a time. Int8's scales multiply the result, later."""
     columns, _ = w.shape[1:]
     some = min(columns, UPCAST_ROWS)
     widen: dict[type, Callable[..., None]] = {Fp8: _upcast_fp8, Mxfp4: _upcast_mxfp4}
@@ -209,7 +212,7 @@ def _upcast_plain(w: Any, w_scale: Any, wide: Any, rows: Any, block: Array) -> N
 
 def _upcast_fp8(w: Any, w_scale: Any, wide: Any, rows: Any, block: Array) -> None:
     blocks, n_in = w_scale.shape[1], w.shape[2]
-    block = jnp.minimum(block, blocks - 1)  # of rows; a last tile may reach past them
+    block = jnp.minimum(block, blocks - 1)  # a last tile may reach past the last block
     for j, k in enumerate(range(0, n_in, FP8_BLOCK)):
         at = slice(k, min(k + FP8_BLOCK, n_in))
         values = w[0, rows, at].astype(jnp.float32) * w_scale[0, block, j]
@@ -217,7 +220,8 @@ def _upcast_fp8(w: Any, w_scale: Any, wide: Any, rows: Any, block: Array) -> Non
 
 
 def _upcast_mxfp4(w: Any, w_scale: Any, wide: Any, rows: Any, block: Array) -> None:
-    """Low halves of the bytes to wide[0], high ones to wide[1]. A scale belongs to 16 bytes."""
+    """Upcasts the low halves of the bytes to wide[0], the high ones to wide[1]. 16 bytes share a
+    scale."""
     n_bytes = w.shape[2]
     power = e8m0(w_scale[0, rows].astype(jnp.int32))
     for k in range(0, n_bytes, LANES):
@@ -229,7 +233,7 @@ def _upcast_mxfp4(w: Any, w_scale: Any, wide: Any, rows: Any, block: Array) -> N
 
 
 def _spread(power: Array, first: int, shape: tuple[int, int]) -> Array:
-    """Columns first, first + 1, .. of power, each MXFP4_GROUP / 2 times."""
+    """Repeats columns first, first + 1, ... of power, each MXFP4_GROUP / 2 times."""
     lane = lax.broadcasted_iota(jnp.int32, shape, 1) // (MXFP4_GROUP // 2)
     vector = first // LANES * LANES
     source = power[:, vector : vector + LANES]
@@ -244,7 +248,7 @@ on_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
 
 
 def _specs(form: type, given: Operands, sizes: TileSizes) -> Operands:
-    """Which part of each operand a step sees; the index maps take the fields of Pairs."""
+    """Returns which part of each operand a step sees. The index maps take the fields of Pairs."""
 
     tile_of_x = lambda n, s, expert, tile, *_: (0, tile[s], 0)
     # If no expert has rows, a single tile is fetched.
@@ -277,14 +281,14 @@ def ragged_dot_tpu(
     out_dtype: Any,
     interpret: Any = False,
 ) -> Array:
-    """See ragged_dot."""
+    """Computes `ragged_dot` on TPU."""
     (M, n_in), (E, n_out, _) = x_MI.shape, jax.tree.leaves(w_EOI)[0].shape
     dtype, planes = _compute_dtype(x_MI, w_EOI), _planes(w_EOI)
     sizes = tile_sizes(x_MI, w_EOI, dtype, out_dtype)
     assert sizes is not None
     pairs = list_pairs(group_sizes_E, M, sizes.rows)
     w, scale = (*jax.tree.leaves(w_EOI), None)[:2]
-    if not interpret:  # else XLA may bring all of it on the chip beforehand, where that fits
+    if not interpret:  # otherwise XLA may copy all of w onto the chip first, if it fits
         w, scale = (a if a is None else on_hbm(a) for a in (w, scale))
     operands = Operands(
         x_MI.astype(dtype).reshape(M, n_in // planes, planes).transpose(2, 0, 1),

@@ -1,6 +1,6 @@
 """The definition of attention over a ragged cache, in plain jnp.
 
-It stands for itself: the implementations that are compared with it share no code with it.
+It shares no code with the implementations that are compared with it.
 """
 
 from typing import Any
@@ -25,15 +25,15 @@ def attention_reference(
     v_dim: int | None = None,
     return_lse: bool = True,
 ) -> Any:
-    """softmax(q k^T * scale + mask) v over the whole cache at once: output [B, T, N, Hv] in q's
-    dtype and, if `return_lse`, log-sum-exp [B, T, N] in float32.
+    """Computes softmax(q k^T * scale + mask) v over the whole cache at once. Returns the output
+    [B, T, N, Hv] in q's dtype and, if `return_lse`, the log-sum-exp [B, T, N] in float32.
 
-    The T queries of slot b stand at its last positions: query t at lengths[b] - T + t, and it sees
-    the positions from starts[b, t] up to its own. A query that sees none gives zeros and -inf.
-    Without v_BKSH a cache row holds both: the values are its first v_dim columns, and the keys its
-    last H; the values then have the keys' scale unless they are given their own.
+    Query t of slot b is at position lengths[b] - T + t, and sees the positions from starts[b, t] up
+    to its own. A query that sees none gives zeros and -inf. Without v_BKSH, a cache row holds both:
+    the values are its first v_dim columns, and the keys its last H. The values then have the keys'
+    scale, unless v_scale_BKS is given.
 
-    Differentiable in reverse, which the blocked implementation (a loop of unknown length) is not.
+    It has a reverse-mode gradient. The blocked implementation, a loop of unknown length, has none.
     """
     B, T, N, H = q_BTNH.shape
     K, S, W = k_BKSH.shape[1:]
@@ -45,7 +45,7 @@ def attention_reference(
     s = jnp.arange(S)
     seen_BTS = (s >= starts_BT[..., None]) & (s <= position_BT[..., None])
     filled_BS = s < lengths_B[:, None]
-    # A slot's stale part may hold anything, NaN included, and 0 * NaN is NaN.
+    # Positions past the length may hold anything, even NaN, and 0 * NaN is NaN.
     q, k, v = (x.astype(jnp.float32) for x in (q_BTKGH, k_BKSH, v_BKSH))
     k, v = (jnp.where(filled_BS[:, None, :, None], x, 0) for x in (k, v))
     logits = jnp.einsum("btkgh,bksh->bkgts", q, k, precision="highest") * scale
@@ -56,7 +56,7 @@ def attention_reference(
     if sinks_N is not None:
         sinks = sinks_N.astype(jnp.float32).reshape(1, K, N // K, 1, 1)
         m = jnp.maximum(m, sinks)
-    m = jnp.where(m > -jnp.inf, m, 0)  # of a query that sees nothing
+    m = jnp.where(m > -jnp.inf, m, 0)  # m is -inf if a query sees nothing
     p = jnp.exp(logits - m)
     total = p.sum(-1, keepdims=True)
     if sinks_N is not None:

@@ -1,4 +1,4 @@
-"""The shapes of attention: what fits together, and the rows of queries that share a cache head."""
+"""Checks the shapes of attention's arrays, and groups the query rows that share a cache head."""
 
 from typing import Any
 
@@ -19,9 +19,9 @@ def check_shapes(
     v_scale_BKS: Any = None,
     sinks_N: Any = None,
 ) -> None:
-    """ValueError for arrays (or shapes) that no implementation of attention takes."""
+    """Raises ValueError for arrays (or their shapes) that no implementation of attention takes."""
     if (v_BKSH is None) == (v_dim is None):
-        raise ValueError("attention takes v_BKSH or v_dim (the columns of k that are the values)")
+        raise ValueError("give either v_BKSH or v_dim (how many columns of k_BKSH are the values)")
     for name, x in dict(q_BTNH=q_BTNH, k_BKSH=k_BKSH).items():
         if len(x.shape) != 4:
             raise ValueError(f"{name} has {len(x.shape)} axes, not 4")
@@ -29,9 +29,9 @@ def check_shapes(
     if N % K:
         raise ValueError(f"{N} query heads cannot share {K} cache heads evenly")
     if v_dim is None and W != H:
-        raise ValueError(f"queries of {H} columns do not fit keys of {W}")
+        raise ValueError(f"queries have {H} columns and keys have {W}: these must be equal")
     if v_dim is not None and not (is_whole(v_dim) and 0 < v_dim <= W and H <= W):
-        raise ValueError(f"a cache row of {W} columns holds no keys of {H} and values of {v_dim}")
+        raise ValueError(f"cache rows of {W} columns cannot hold keys of {H} and values of {v_dim}")
     rows = B, K, S
     check_shape("k_BKSH", k_BKSH, (*rows, W))
     if v_BKSH is not None:
@@ -45,13 +45,13 @@ def check_shapes(
 
 
 def check_shape(name: str, array: Any, *shapes: tuple[int, ...]) -> None:
-    """ValueError for an array that is there and has none of these shapes."""
+    """Raises ValueError unless the array is None or has one of these shapes."""
     if array is not None and array.shape not in shapes:
         raise ValueError(f"{name} has shape {array.shape}, not {' or '.join(map(str, shapes))}")
 
 
 def check_kind(name: str, array: Any, kind: Any) -> None:
-    """ValueError for an array of another kind than `jnp.integer` or `jnp.floating`."""
+    """Raises ValueError unless the array is of this kind, `jnp.integer` or `jnp.floating`."""
     if not jnp.issubdtype(array.dtype, kind):
         raise ValueError(f"{name} has dtype {array.dtype}, which is not {kind.__name__}")
 
@@ -61,17 +61,17 @@ def is_whole(number: Any) -> bool:
 
 
 def value_width(v_BKSH: Any, v_dim: int | None) -> int:
-    """Columns of the values, which are an array, or v_dim columns of each cache row."""
+    """Returns how many columns the values have: those of v_BKSH or, without it, v_dim."""
     return int(v_dim or 0) if v_BKSH is None else v_BKSH.shape[-1]
 
 
 def rows_by_head(x_BTNH: Array, K: int) -> Array:
-    """[B, T, N, H] -> [B, K, R, H]: the R = T * G rows of queries that share each cache head."""
+    """[B, T, N, H] -> [B, K, R, H]: groups the R = T * G query rows that share each cache head."""
     B, T, N, H = x_BTNH.shape
     return x_BTNH.reshape(B, T, K, N // K, H).swapaxes(1, 2).reshape(B, K, T * (N // K), H)
 
 
 def heads_of_rows(x_BKRH: Array, T: int) -> Array:
-    """And back: [B, K, T * G, H] -> [B, T, N, H]."""
+    """[B, K, T * G, H] -> [B, T, N, H]: undoes `rows_by_head`."""
     B, K, R, H = x_BKRH.shape
     return x_BKRH.reshape(B, K, T, R // T, H).swapaxes(1, 2).reshape(B, T, K * (R // T), H)

@@ -1,8 +1,8 @@
-"""From the name of a checkpoint to sharded arrays: the directory or hub repository (`hub`), its
-config.json or that of a published size (`shape`), its small files (`files`), the headers of its
-safetensors files (`stored`), which stored tensor becomes which weight (`matching`), the reading
-itself (`reading`, `finite`), and the whole of it (`checkpoint`). `random_weights` makes weights
-where there is no checkpoint.
+"""From the name of a checkpoint to sharded arrays. `hub` finds the directory, or downloads a
+repository. `shape` finds its config.json, or that of a published size, and `files` reads small
+files. `stored` reads the headers of safetensors files, `matching` decides which stored tensor
+becomes which weight, `reading` reads tensors, and `finite` checks their numbers. `checkpoint` puts
+all of this together. `random_weights` makes weights without a checkpoint.
 
 Imports the words of the model files. To start, read `load_weights` in `checkpoint.py`.
 """

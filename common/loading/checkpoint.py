@@ -1,10 +1,10 @@
-"""A published Hugging Face checkpoint as sharded arrays: shard by shard, in bounded host memory.
+"""Loads a published Hugging Face checkpoint as sharded arrays, in bounded host memory.
 
-A model file's table says which stored tensor becomes which weight. Everything is checked on the
-headers of the files before any data is read. Each process then reads the shards of its own devices
-one after the other, in chunks that are cast on the way: it holds one shard, in the dtype in which
-the shard goes to the device, and one chunk (at least a row of the first axis; for stacked experts
-that is one expert's matrix).
+A model file's table says which stored tensor becomes which weight. All that the headers of the
+files show is checked before any data is read. Each process then reads the shards of its own
+devices one after the other, in chunks, and casts each chunk before it reads the next. So it holds
+one shard, in the dtype that goes to the device, and one chunk. A chunk has at least one row of the
+first axis: a whole matrix, if the matrices of all experts are stored as one tensor.
 """
 
 import math
@@ -29,20 +29,20 @@ from common.quant import SPECS, Fp8, Matrix, Storage, Transposed, dequantize_fp8
 from common.sharding import model_shards
 from common.weights import Weight, by_path, is_weight, published_arrays, takes
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in total
+Progress = Callable[[int, int], None]  # bytes read so far, bytes in total
 
 
 class Placement(NamedTuple):
-    """What is stored and the global array that it becomes."""
+    """The stored source of a global array, and how the array is laid out."""
 
     source: Source
     shape: tuple[int, ...]  # padded
     sharding: NamedSharding
-    limits: Limits = ()  # beyond which stored bits are no number, and refused
+    limits: Limits = ()  # stored bits from these on are NaN or infinity
 
 
 def read_shard(placement: Placement, part: Part, dtype: np.dtype) -> np.ndarray:
-    """One part of the padded and reordered array, in `dtype`."""
+    """Reads one part of the padded and reordered array, in `dtype`."""
     (tensors, transform, stacked), padded, _, limits = placement
     out = zeros([stop - start for start, stop in part], dtype)
     if not stacked:
@@ -54,18 +54,19 @@ def read_shard(placement: Placement, part: Part, dtype: np.dtype) -> np.ndarray:
 
 
 def zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Zeros in pages of their own, which jax on CPU takes over, as they are aligned.
+    """Returns zeros in memory pages of their own, which are aligned, so JAX on CPU takes them over.
 
-    Shards on the heap leave holes that later arrays half fill: an int8 model took a fifth more.
+    Shards on the heap would leave holes, which later arrays only half fill: an int8 model then took
+    a fifth more memory.
     """
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)  # private
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # to fill pages of 4 KB takes longer than to read the file
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # filling 4 KB pages takes longer than reading the file
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype, math.prod(shape)).reshape(shape)
 
 
 def local_parts(placement: Placement) -> dict[Part, list[jax.Device]]:
-    """The distinct parts that this process holds, and the devices that hold each."""
+    """Returns the distinct parts that this process holds, and the devices that hold each part."""
     parts: dict[Part, list[jax.Device]] = {}
     shape = placement.shape
     for device, index in placement.sharding.addressable_devices_indices_map(shape).items():
@@ -83,7 +84,7 @@ def load_array(placement: Placement, dtype: np.dtype, advance: Callable[[int], N
     for part, devices in local_parts(placement).items():
         host = read_shard(placement, part, dtype)
         shards += jax.block_until_ready([jax.device_put(host, device) for device in devices])
-        del host  # on CPU the device's memory by now, elsewhere free before the next shard is read
+        del host  # on CPU the array owns it now; elsewhere it is freed before the next read
         advance(stored_bytes(placement, part))
     return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, shards)
 
@@ -92,7 +93,7 @@ def load_array(placement: Placement, dtype: np.dtype, advance: Callable[[int], N
 def convert(
     w: Matrix, spec: PartitionSpec, storage: Storage, dtype: np.dtype, mesh: Mesh
 ) -> Matrix:
-    """Every device stores its own part of a matrix, plain, Transposed or Fp8, in another way."""
+    """Converts a matrix (plain, Transposed or Fp8) to `storage`; each device converts its part."""
 
     def run(w: Any) -> Matrix:
         if isinstance(w, Transposed):
@@ -105,8 +106,9 @@ def convert(
 
 
 def rows_together(tree: Any) -> Any:
-    """Weights laid out row by row, as `ragged_dot` and `embed_rows` read them: a TPU would else
-    turn an array whose rows are no multiple of 128, and turn all of it back at every step."""
+    """Lays weights out row by row, as `ragged_dot` and `embed_rows` read them. Otherwise, if the
+    row length is not a multiple of 128, a TPU would store an array transposed, and would transpose
+    all of it back at every step."""
 
     def place(x: Any) -> jax.Array:
         if x.format.layout.major_to_minor == tuple(range(x.ndim)):
@@ -127,11 +129,11 @@ def load_weights(
     progress: Progress | None = None,
     allow_nonfinite: bool = False,
 ) -> Any:
-    """The weights in `directory` on `mesh`, as the model file lays them out: in `dtype`, but for
-    what has its own; and the matrices in `storage`.
+    """Loads the weights in `directory` onto `mesh`, laid out as the model file declares them. The
+    matrices get `storage`; other weights get `dtype`, unless they declare a dtype of their own.
 
-    ValueError names the unknown, missing and unfitting tensors, a line each, up to a number of
-    lines; or, unless `allow_nonfinite`, the first that holds NaN or infinity.
+    ValueError names unknown, missing and unfitting tensors, one a line, up to a number of lines; or
+    the first tensor that holds NaN or infinity, unless `allow_nonfinite`.
     """
     shards, tensors = model_shards(mesh), open_tensors(directory)
     table, layout = model.checkpoint_table(config, shards), model.weight_layout(config, shards)
@@ -162,7 +164,7 @@ def load_weights(
 
         def array(path: str, declared: Weight) -> jax.Array:
             own = np.dtype(dtype if declared.dtype is None else declared.dtype)
-            # What is quantised is what was stored, not what that is after rounding to `dtype`.
+            # Matrices are quantised from the stored numbers, not from those rounded to `dtype`.
             return load_array(placements[path], sources[path].dtype if chosen else own, advance)
 
         fields = published_arrays(weight)
@@ -186,12 +188,12 @@ def load_weights(
 
 
 def stored_layout(layout: Any) -> Any:
-    """The declared weights as the arrays in which a checkpoint holds them."""
+    """Replaces each declared weight by the arrays in which a checkpoint stores it."""
     return jax.tree.map(published_arrays, layout, is_leaf=is_weight)
 
 
 def progress_bar(stream: TextIO) -> Progress:
-    """A `progress` that draws a bar on a terminal, and nothing on anything else."""
+    """Returns a `Progress` that draws a bar if `stream` is a terminal, and nothing otherwise."""
 
     def draw(done: int, total: int) -> None:
         if stream.isatty():

@@ -1,4 +1,4 @@
-"""The small files of a checkpoint directory, read once and refused in one line."""
+"""Reads the small files of a checkpoint directory. If one is bad, the error is a single line."""
 
 import json
 import os
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-LARGEST = 1 << 28  # bytes: the index of a model of 1,000 files is some 20 MB
+LARGEST = 1 << 28  # bytes; the index of a model of 1,000 files has about 20 MB
 HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
-MOST_LINES = 20  # of one message
+MOST_LINES = 20  # in one error message
 
 
 def first_line(error: BaseException) -> str:
@@ -18,18 +18,18 @@ def first_line(error: BaseException) -> str:
 
 
 def first_lines(problems: Sequence[str]) -> str:
-    """The first of many problems, a line each, and how many more there are."""
+    """Returns the first MOST_LINES problems, one a line, and says how many more there are."""
     more = len(problems) - MOST_LINES
     return "\n".join([*problems[:MOST_LINES], *[f"and {more} more such lines"] * (more > 0)])
 
 
 def is_there(path: Path) -> bool:
-    """Whether the directory has this name: also a link to nothing, which reading then refuses."""
+    """Whether the directory has this name. A link to nothing counts, but reading it is an error."""
     return os.path.lexists(path)
 
 
 def check_regular(path: Path) -> int:
-    """The size of a file in bytes; ValueError for what is no regular file, which may never end."""
+    """Returns a file's size in bytes. ValueError if it is not a regular file: it may never end."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is not a regular file")
@@ -37,10 +37,11 @@ def check_regular(path: Path) -> int:
 
 
 def read_text(path: Path) -> str:
-    """FileNotFoundError names a missing file and its directory; ValueError one that is no text."""
+    """Reads a text file. FileNotFoundError names a missing file and its directory. ValueError names
+    a file that is not regular, too large or not UTF-8."""
     try:
         if (size := check_regular(path)) > LARGEST:
-            raise ValueError(f"{path} has {size} bytes, more than the {LARGEST} that are read")
+            raise ValueError(f"{path} has {size} bytes, more than the limit of {LARGEST}")
         return path.read_text(encoding="utf-8-sig")  # without a byte-order mark
     except FileNotFoundError:
         raise FileNotFoundError(f"{path.name} is missing in {path.parent}") from None
@@ -49,15 +50,15 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str, **hooks: Any) -> Any:
-    """What a JSON text holds; ValueError, too, for half a surrogate pair, which is no character."""
+    """Parses JSON. Half a surrogate pair, which is not a character, is a ValueError, too."""
     content = json.loads(text, **hooks)
-    if HALF_A_PAIR.search(text):  # or a whole one
+    if HALF_A_PAIR.search(text):  # may be part of a whole pair
         json.dumps(content, ensure_ascii=False).encode()
     return content
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """Returns the object in a JSON file."""
     text = read_text(path)
     try:
         content = parse_json(text)
@@ -71,5 +72,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """The same, empty where the file is missing."""
+    """Like `read_json`, but returns {} if the file is missing."""
     return read_json(path) if is_there(path) else {}

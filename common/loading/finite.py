@@ -1,14 +1,14 @@
-"""Whether stored numbers are finite, from their bits alone: that is as fast as memory.
+"""Checks from their bits alone whether stored numbers are finite. It is as fast as memory.
 
-Read as integers, NaN and infinity are the largest: the positive ones of signed integers, the
-negative ones of unsigned.
+If bits are read as integers, NaN and infinity are the largest of all: the positive ones as signed
+integers, the negative ones as unsigned integers.
 """
 
 import numpy as np
 
 from common.loading.stored import StoredTensor
 
-Limits = tuple[tuple[np.dtype, int], ...]  # an integer type, and the least value that is no number
+Limits = tuple[tuple[np.dtype, int], ...]  # (integer type, least value that is NaN or infinity)
 
 
 def limits(signed: type, unsigned: type, infinity: int) -> Limits:
@@ -20,20 +20,20 @@ LIMITS: dict[str, Limits] = {
     "F32": limits(np.int32, np.uint32, 0x7F800000),
     "BF16": limits(np.int16, np.uint16, 0x7F80),
     "F16": limits(np.int16, np.uint16, 0x7C00),
-    "F8_E4M3": limits(np.int8, np.uint8, 0x7F),  # which has NaN, and no infinity
+    "F8_E4M3": limits(np.int8, np.uint8, 0x7F),  # has NaN but no infinity
 }
-EXPONENTS: Limits = ((np.dtype(np.uint8), 255),)  # of the scales of 4-bit weights
+EXPONENTS: Limits = ((np.dtype(np.uint8), 255),)  # for the scales of 4-bit weights
 
 
 def limits_of(path: str, dtype: str) -> Limits:
-    """Those of the weight at `path`, stored in `dtype`; none where any bits are a number."""
+    """Returns the limits for the weight at `path`, stored in `dtype`; () if all bits are finite."""
     if dtype == "U8" and path.endswith(".scale"):
         return EXPONENTS
     return LIMITS.get(dtype, ())
 
 
 def check_finite(tensor: StoredTensor, numbers: np.ndarray, limits: Limits) -> None:
-    """ValueError if some of these `numbers` of a stored tensor, a contiguous array, are none."""
+    """ValueError if `numbers`, a contiguous part of a stored tensor, hold NaN or infinity."""
     flat = numbers.reshape(-1)
     if any(flat.size and flat.view(kind).max() >= least for kind, least in limits):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a directory, or a repository of the hub that is downloaded into one."""
+"""Finds the directory of a checkpoint, which may first be downloaded from the hub."""
 
 import os
 import re
@@ -13,12 +13,12 @@ FILES = [
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     *("vocab.json", "merges.txt", "tiktoken.model"),
 ]
-OTHER_LAYOUTS = ["*/*", "consolidated*"]  # the same weights, as the authors' own code names them
+OTHER_LAYOUTS = ["*/*", "consolidated*"]  # the same weights, named as in the authors' own code
 
 
 def locate(ckpt: str, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
-    """`ckpt` itself if it is a directory, else where such files of the hub's repository are
-    downloaded to.
+    """Returns `ckpt` if it is a directory. Otherwise downloads `files` of the hub's repository and
+    returns their directory.
 
     Raises an OSError or a ValueError of one line.
     """
@@ -30,14 +30,14 @@ def locate(ckpt: str, revision: str | None = None, files: Sequence[str] = FILES)
             raise ValueError(f"{ckpt} is a local directory and has no revision {revision!r}")
         return path
     if path.is_file():
-        raise NotADirectoryError(f"{ckpt} is a file; a checkpoint is the directory it lies in")
+        raise NotADirectoryError(f"{ckpt} is a file; give the directory that it lies in")
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", ckpt, re.ASCII):
         raise FileNotFoundError(f"{ckpt!r} is neither a directory nor a hub id like org/name")
     return download(ckpt, revision, files)
 
 
 def download(repo: str, revision: str | None, files: Sequence[str]) -> Path:
-    # Imported here because it takes a third of a second, which a local checkpoint saves.
+    # Imported here because it takes a third of a second, and a local checkpoint does not need it.
     from huggingface_hub import errors, snapshot_download
 
     wanted: dict[str, Any] = {"allow_patterns": [*files], "ignore_patterns": OTHER_LAYOUTS}
@@ -56,5 +56,5 @@ def download(repo: str, revision: str | None, files: Sequence[str]) -> Path:
         raise ConnectionError(
             f"{repo} is {what}, and the hub cannot be reached; is HF_HUB_OFFLINE set?"
         ) from None
-    except Exception as error:  # the HTTP library's, another in each version of the hub's
+    except Exception as error:  # its type depends on the version of huggingface_hub
         raise OSError(f"{repo}: the download failed: {first_line(error)}") from error

@@ -1,7 +1,7 @@
-"""Which stored tensor becomes which weight: matches a model file's table with the names in the
-files.
+"""Decides which stored tensor becomes which weight, by a model file's table of names.
 
-Needs the headers of the files alone, and reports everything that is wrong together.
+`assign` needs only the headers of the files, and reports all problems together. `repeats` then
+compares the data of tensors that should be equal.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from common.weights import Weight
 
 
 class Source(NamedTuple):
-    """The stored tensor that becomes an array, or those that are stacked to become one."""
+    """The stored tensor that becomes an array, or the tensors that are stacked into one."""
 
     tensors: tuple[StoredTensor, ...]
     transform: Transform
@@ -28,21 +28,21 @@ class Source(NamedTuple):
 
 
 def starred(name: str) -> tuple[str, list[str]]:
-    """A name with `*` for the numbers between its dots, and the numbers."""
+    """Returns a name with `*` in place of each number between its dots, and those numbers."""
     words = name.split(".")
     return ".".join("*" if w.isdecimal() else w for w in words), [w for w in words if w.isdecimal()]
 
 
 def fill(pattern: str, numbers: list[str]) -> str:
-    """The pattern with numbers in place of its `*`, from the left."""
+    """Replaces each `*` of a pattern by a number, from the left."""
     words = iter(numbers)
     return "".join(next(words) if c == "*" else c for c in pattern)
 
 
 def targets_of(name: str, table: Table) -> tuple[list[Target], list[str]] | None:
-    """What a stored tensor becomes, and the numbers that stand for the `*` of its row: found by its
-    own name, by a row "prefix.**" that it begins with, by its name with `*` for all numbers but the
-    first, or for all. None if the table does not know it."""
+    """Returns what a stored tensor becomes, and the numbers that the `*` in its row stand for. None
+    if the table does not know the name. Tries four rows in this order: the name itself; "prefix.**"
+    for a prefix of it; `*` for every number but the first; `*` for every number."""
     pattern, numbers = starred(name)
     prefix = next((p for p in table if p.endswith(".**") and name.startswith(p[:-2])), None)
     one_layer = fill(pattern, [*numbers[:1], *"*" * len(numbers[1:])])
@@ -57,7 +57,7 @@ def targets_of(name: str, table: Table) -> tuple[list[Target], list[str]] | None
 def assign(
     tensors: Tensors, table: Table, arrays: dict[str, Weight]
 ) -> tuple[dict[str, Source], list[str]]:
-    """The source of each array, and all that is wrong, a line each."""
+    """Returns the source of each array, and everything that is wrong, one problem a line."""
     found: dict[str, dict[int, StoredTensor]] = {path: {} for path in arrays}
     wrong: list[str] = []
     for name, tensor in tensors.items():
@@ -96,7 +96,7 @@ def assign(
 
 
 def rows_by_path(table: Table) -> dict[str, tuple[str, Transform]]:
-    """The table the other way round: of each path the stored name and the transform."""
+    """Inverts the table: from each path to its stored name and transform."""
     rows: dict[str, tuple[str, Transform]] = {}
     for name, found in table.items():
         for target in found if isinstance(found, list) else [found]:
@@ -114,11 +114,11 @@ def misfits(
     expert: list[int],
     others: dict[int, StoredTensor],
 ) -> list[str]:
-    """Why a tensor is not what belongs into an array, or at place `expert` of a stack, which holds
-    `others` so far."""
+    """Says why a tensor cannot fill an array, or place `expert` of a stack. `others` are the
+    array's tensors that were found so far."""
     shape = array.shape
     if expert and expert[0] >= shape[0]:
-        return [f"is not a weight of this model: it has {shape[0]} of them"]
+        return [f"is not a weight of this model: it has only {shape[0]} experts"]
     if (other := others.get(expert[0] if expert else 0)) is not None:
         return [f"is the same weight as {other.name}; which one is meant?"]
     want, problems = stored_shape(shape[1:] if expert else shape, transform), list[str]()
@@ -134,7 +134,7 @@ def misfits(
 
 
 def repeats(tensors: Tensors, table: Table, sources: dict[str, Source]) -> list[str]:
-    """What is wrong with the stored tensors that should repeat another one, a line each."""
+    """Compares the stored tensors that should repeat another one; says which differ, one a line."""
     wrong = []
     for name, tensor in tensors.items():
         for target in (targets_of(name, table) or ([], []))[0]:

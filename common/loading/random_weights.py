@@ -1,4 +1,4 @@
-"""Weights without a checkpoint, for dry runs, benchmarks and the first step of training."""
+"""Random weights, for dry runs, benchmarks and the first step of training."""
 
 import math
 from functools import partial
@@ -29,14 +29,14 @@ from common.weights import Weight, is_weight, takes
 
 Array = jax.Array
 
-STD = 0.02  # of random numbers; uniform, so that the largest is sqrt(3) times as much
+STD = 0.02  # standard deviation; the numbers are uniform, so the largest is sqrt(3) times this
 LARGEST = STD * math.sqrt(3)
 
 
 def random_weights(
     layout: Any, mesh: Mesh, dtype: DTypeLike, seed: int, storage: Storage | None = None
 ) -> Any:
-    """Random weights in place of declarations, laid out as loaded ones are; each device makes its
+    """Replaces declarations by random weights, laid out as loaded ones are. Every device makes its
     own part."""
     key, (declared, tree) = jax.random.key(seed), jax.tree.flatten(layout, is_leaf=is_weight)
     weights = [
@@ -50,7 +50,7 @@ def random_weights(
 def random_weight(
     key: Array, weight: Weight, mesh: Mesh, dtype: np.dtype, storage: Storage | None
 ) -> Any:
-    """One weight: its `initial` number everywhere, or uniform numbers of standard deviation STD."""
+    """Makes one weight: `initial` everywhere, or uniform numbers of standard deviation STD."""
     storage = storage if takes(weight, storage) else None
     shape = NamedSharding(mesh, weight.spec).shard_shape(weight.shape)
 
@@ -79,7 +79,7 @@ def random_weight(
 
 
 def random_int8(key: Array, shape: Shape) -> Int8:
-    # Odd numbers, so that they balance around zero.
+    # Odd numbers are symmetric around zero: from -127 to 127.
     values = ((noise(key, shape) >> 25) * 2 + 1).astype(jnp.int8)
     step = STD * math.sqrt(3 / (128**2 - 1))
     return Int8(values, jnp.full((*shape[:-2], 1, shape[-2]), step, jnp.float32))
@@ -94,20 +94,21 @@ def random_fp8(key: Array, shape: Shape) -> Fp8:
 def random_mxfp4(key: Array, shape: Shape) -> Mxfp4:
     (values, _), (groups, _) = mxfp4_shapes(shape)
     codes = (noise(key, values) >> 24).astype(jnp.uint8)
-    return Mxfp4(codes, jnp.full(groups, 120, jnp.uint8))  # 2 ** -7, times 2.9 of the codes: STD
+    # A scale of 2 ** -7 times the codes' standard deviation, 2.9, is about STD.
+    return Mxfp4(codes, jnp.full(groups, 120, jnp.uint8))
 
 
 RANDOM = {Fp8: random_fp8, Mxfp4: random_mxfp4}
 
 
 def uniform(key: Array, shape: tuple[int, ...]) -> Array:
-    """float32 in [-1, 1)."""
+    """Uniform float32 numbers in [-1, 1)."""
     return noise(key, shape).astype(jnp.float32) / 2.0**31
 
 
 def noise(key: Array, shape: tuple[int, ...]) -> Array:
-    """Any int32 numbers: a hash of their place (Wellons' lowbias32). jax.random is 15 times slower
-    on CPU, and needs 16 bytes of temporary memory a number."""
+    """Arbitrary int32 numbers: a hash of their position (Wellons' lowbias32). On CPU, jax.random is
+    15 times slower, and needs 16 bytes of temporary memory per number."""
     x = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + jax.random.bits(key)
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)

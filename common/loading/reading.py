@@ -1,7 +1,8 @@
-"""Reads parts of stored tensors: whole rows in chunks, reordered and cast on the way.
+"""Reads parts of stored tensors, in chunks of whole rows, and reorders and casts each chunk.
 
-Files are read, not mapped: if a mapped file is cut short, the process is killed. Columns are picked
-out of whole rows, because storage reads past a gap of some kilobytes faster than it seeks over it.
+Files are read, not memory-mapped: if a mapped file is cut short, the process is killed. Rows are
+read whole even if only some columns are needed, because storage reads through a gap of a few
+kilobytes faster than it seeks over it.
 """
 
 import itertools
@@ -15,13 +16,13 @@ from common.loading.finite import Limits, check_finite
 from common.loading.stored import DTYPES, StoredTensor
 from common.names import Axes, Order, Transform
 
-READ_BYTES = 1 << 20  # at a time: a chunk stays in the CPU's cache between the read and the cast
+READ_BYTES = 1 << 20  # per read; a chunk of this size is still in the CPU's cache when it is cast
 
-Part = tuple[tuple[int, int], ...]  # of an array: (start, stop) along each axis
+Part = tuple[tuple[int, int], ...]  # (start, stop) along each axis of an array
 
 
 class Span(NamedTuple):
-    """`length` stored elements, from `start` on, that go to `to` and on."""
+    """`length` stored elements: those from `start` on go to the positions from `to` on."""
 
     to: int
     start: int
@@ -33,12 +34,12 @@ def is_swapped(transform: Transform) -> bool:
 
 
 def swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The last two the other way round."""
+    """Swaps the last two entries."""
     return (*axes[:-2], axes[-1], axes[-2])
 
 
 def stored_shape(shape: tuple[int, ...], transform: Transform) -> tuple[int, ...]:
-    """The shape that the stored tensor of an array must have."""
+    """Returns the shape that the stored tensor of an array must have."""
     if isinstance(transform, Order) and transform.stored is not None:
         extent = transform.stored * transform.size
         shape = (*shape[: transform.axis], extent, *shape[transform.axis + 1 :])
@@ -46,9 +47,9 @@ def stored_shape(shape: tuple[int, ...], transform: Transform) -> tuple[int, ...
 
 
 def spans(stored: int, padded: int, part: tuple[int, int], order: Order | None) -> list[Span]:
-    """What fills a part of one padded axis; the rest is zeros."""
+    """Returns the stored elements that fill a part of one padded axis; the rest is zeros."""
     source = np.arange(max(stored, padded))
-    source[stored:] = -2  # zeros; not -1, which 0 would seem to continue
+    source[stored:] = -2  # zeros; not -1, because 0 would seem to continue it
     if order is not None:
         blocks = np.array(order.blocks)[:, None]
         source = np.where(blocks < 0, -2, blocks * order.size + np.arange(order.size)).ravel()
@@ -69,8 +70,8 @@ def read_tensor(
     out: np.ndarray,
     limits: Limits = (),
 ) -> None:
-    """Fills `out` with one part of a padded and reordered tensor; ValueError for numbers past
-    `limits`."""
+    """Fills `out` with one part of a padded and reordered tensor. ValueError if numbers are NaN or
+    infinite, by `limits`."""
     axes = tuple(range(len(padded)))
     if is_swapped(transform):
         out, padded, part, axes = out.swapaxes(-1, -2), *map(swapped, (padded, part, axes))
@@ -83,9 +84,9 @@ def read_tensor(
     row_bytes = math.prod(tensor.shape[1:]) * dtype.itemsize
     is_whole = columns == [[Span(0, 0, n)] for n in tensor.shape[1:]]
     same_rows = (out.shape[1:], out.dtype) == (tensor.shape[1:], dtype)
-    if is_whole and same_rows and out.flags.c_contiguous:  # straight into their place
+    if is_whole and same_rows and out.flags.c_contiguous:  # no chunk and no cast needed
         for piece in read_rows(tensor, rows, row_bytes, out):
-            check_finite(tensor, piece, limits)  # while the CPU's cache holds it
+            check_finite(tensor, piece, limits)  # while it is in the CPU's cache
         return
     step = max(1, READ_BYTES // row_bytes)
     scratch = np.empty((step, *tensor.shape[1:]), dtype)
@@ -105,7 +106,7 @@ def read_tensor(
 def read_rows(
     tensor: StoredTensor, rows: Sequence[Span], row_bytes: int, out: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Reads whole rows into their places in `out`; yields the pieces that it has read."""
+    """Reads whole rows into their places in `out`, and yields each piece that it has read."""
     step = max(1, READ_BYTES // out.itemsize)
     with open(tensor.file, "rb", buffering=0) as f:
         for to, start, length in rows:

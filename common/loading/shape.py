@@ -1,5 +1,5 @@
-"""The config.json that a name stands for: a directory, a repository of the hub, a lone file, a
-published size, or the embedded model."""
+"""Finds the config.json that a name stands for: that of a directory or a hub repository, a lone
+file, a published size, or the embedded model."""
 
 import ast
 import importlib
@@ -17,18 +17,18 @@ from common.loading.stored import open_tensors
 
 
 def folder(module: ModuleType) -> Path:
-    """The folder of a model file."""
+    """Returns the folder of a model file."""
     return Path(str(module.__file__)).parent
 
 
 def published_sizes(module: ModuleType) -> dict[str, dict[str, Any]]:
-    """The configs of the family's published sizes by name: `SHAPES` of its shapes.py."""
+    """Returns the configs of the family's published sizes by name: `SHAPES` in its shapes.py."""
     return importlib.import_module(f"{module.__package__}.shapes").SHAPES
 
 
 def read_model_config(module: ModuleType, hf: dict[str, Any]) -> Any:
-    """The model file's Config of a parsed config.json. If another family computes such checkpoints,
-    the error says which command runs them."""
+    """Returns the model file's Config for a parsed config.json. If another family computes such
+    checkpoints, the error says which command runs them."""
     try:
         return module.config_from_hf(hf)
     except ValueError as error:
@@ -43,9 +43,9 @@ def read_model_config(module: ModuleType, hf: dict[str, Any]) -> Any:
 
 
 def model_types(file: Path) -> set[Any]:
-    """The values of `model_type` that a model file computes, found in its text."""
+    """Returns the values of `model_type` that a model file accepts, found in its source code."""
     text = file.read_text(encoding="utf-8", errors="replace")
-    if "model_types=" not in text:  # another library's
+    if "model_types=" not in text:  # a file of another library
         return set()
     calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
     return {
@@ -65,8 +65,8 @@ def read_shape(
     random: bool = False,
     config_only: bool = False,
 ) -> tuple[dict[str, Any], Path | None]:
-    """The parsed config.json and the directory that it lies in; None for a config alone. Of a
-    repository of the hub everything is downloaded, unless `config_only`."""
+    """Returns the parsed config.json and its directory; the directory is None for a config alone.
+    Downloads a hub repository's `FILES`, or only its config.json if `config_only`."""
     if ckpt is None:
         ckpt = str(folder(module) / "embedded")
         if not Path(ckpt).is_dir():
@@ -74,7 +74,7 @@ def read_shape(
     elif random:
         sizes = published_sizes(module)
         if revision is not None and (ckpt in sizes or Path(ckpt).is_file()):
-            raise ValueError(f"{ckpt} is no repository of the hub and has no revision {revision!r}")
+            raise ValueError(f"{ckpt} is not a hub repository and has no revision {revision!r}")
         if ckpt in sizes:
             return sizes[ckpt], None
         if Path(ckpt).is_file():
@@ -87,10 +87,11 @@ def read_shape(
 
 
 def model_dtype(hf: dict[str, Any], directory: Path | None, asked: DTypeLike | None) -> jnp.dtype:
-    """float32 or bfloat16: what is asked for, or the checkpoint's own. ValueError for another.
+    """Returns `asked`, or else float32 for a float32 checkpoint and bfloat16 for any other.
+    ValueError if `asked` is neither of the two.
 
-    The oldest config.json files do not say it. The largest tensor then decides, if `directory` is
-    given; else it is bfloat16.
+    The oldest config.json files name no dtype. Then the largest tensor decides, if `directory` is
+    given; otherwise the dtype is bfloat16.
     """
     stored = hf.get("torch_dtype") or hf.get("dtype")
     if stored is None and directory is not None and asked is None:

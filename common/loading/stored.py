@@ -1,4 +1,4 @@
-"""The tensors that the safetensors files of a directory hold, from their headers alone."""
+"""Lists the tensors in the safetensors files of a directory, by reading only their headers."""
 
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ from common.loading.files import (
 )
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-LONGEST_NAME = 255  # characters of a tensor's name, and of a file's
+LONGEST_NAME = 255  # characters, in the name of a tensor or of a file
 LARGEST_HEADER = 100_000_000  # bytes, by the format's own rule
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 KEPT = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "U8": np.dtype(np.uint8)}  # never cast
@@ -27,7 +27,7 @@ DTYPES = FLOATS | KEPT
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies."""
+    """Where a stored tensor lies, its shape and its dtype."""
 
     file: Path
     name: str
@@ -40,14 +40,14 @@ Tensors = dict[str, StoredTensor]  # by published name
 
 
 def is_name(text: str) -> bool:
-    """Whether a message can show a name of a tensor or a file on one line, and a table match it."""
+    """Whether a message can show the name of a tensor or file on one line, and a table match it."""
     return len(text) <= LONGEST_NAME and text.isprintable() and "*" not in text
 
 
 def open_tensors(directory: str | Path) -> Tensors:
-    """The stored tensors by published name.
+    """Returns the stored tensors by published name.
 
-    Follows the index where there is one, else opens model.safetensors, else every *.safetensors.
+    Follows the index if there is one; else opens model.safetensors; else every *.safetensors.
     """
     directory = Path(directory)
     single = directory / SINGLE
@@ -69,8 +69,8 @@ def open_tensors(directory: str | Path) -> Tensors:
 
 
 def _indexed_or_single(directory: Path) -> Tensors:
-    """The tensors that the index names. A model.safetensors beside them is another checkpoint: the
-    one of the two that is complete is meant, and ValueError if both are."""
+    """Returns the tensors that the index names. A model.safetensors that the index does not name is
+    another checkpoint. Then the one that is complete counts; ValueError if both are complete."""
     files = _weight_map(directory)
     if SINGLE in files.values() or not (directory / SINGLE).exists():
         return _open_indexed(directory, files)
@@ -90,7 +90,7 @@ def _indexed_or_single(directory: Path) -> Tensors:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    """File names by tensor name."""
+    """Returns the index's file names by tensor name."""
     files = read_json(directory / INDEX).get("weight_map")
     if not isinstance(files, dict) or {type(file) for file in files.values()} != {str}:
         raise ValueError(f"{directory / INDEX} has no weight_map from tensor names to file names")
@@ -122,7 +122,7 @@ def _open_indexed(directory: Path, files: dict[str, str]) -> Tensors:
 
 
 def read_header(file: Path) -> Tensors:
-    """The tensors of one safetensors file; ValueError when it is damaged or cut short."""
+    """Returns the tensors of one safetensors file. ValueError if it is damaged or cut short."""
     size = check_regular(file)
     with open(file, "rb") as f:
         start = 8 + int.from_bytes(f.read(8), "little")
@@ -132,11 +132,11 @@ def read_header(file: Path) -> Tensors:
             raise ValueError(f"{file} has a damaged header: it claims {start} bytes")
         header = f.read(start - 8)
     try:
-        # Not the bytes: those json would also take in UTF-16.
+        # Decoded first, because json would also accept bytes in UTF-16.
         entries = parse_json(header.decode(), object_pairs_hook=_once, parse_constant=_refuse)
         _check_metadata(entries.pop("__metadata__", None))
         if wrong := [name for name in entries if not is_name(name)]:
-            raise ValueError(f"{wrong[0][:60]!r} is no name of a tensor")
+            raise ValueError(f"{wrong[0][:60]!r} is not the name of a tensor")
         tensors = {name: _tensor(file, name, entry, start) for name, entry in entries.items()}
         places = sorted(entry["data_offsets"] for entry in entries.values())
         ends = [0, *(last for _, last in places)]
@@ -150,10 +150,10 @@ def read_header(file: Path) -> Tensors:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object in which no name stands twice."""
+    """Makes a JSON object from its pairs. ValueError if a name occurs twice."""
     names = Counter(name for name, _ in pairs)
     if twice := [name for name, count in names.items() if count > 1]:
-        raise ValueError(f"{twice[0]} stands twice in it")
+        raise ValueError(f"{twice[0]} occurs twice in it")
     return dict(pairs)
 
 
@@ -163,13 +163,13 @@ def _refuse(constant: str) -> None:
 
 def _check_metadata(values: Any) -> None:
     if values is not None and any(type(value) is not str for value in values.values()):
-        raise ValueError("__metadata__ holds something that is no text")
+        raise ValueError("__metadata__ holds a value that is not text")
 
 
 def _tensor(file: Path, name: str, entry: dict[str, Any], start: int) -> StoredTensor:
     shape, dtype, (first, last) = entry["shape"], entry["dtype"], entry["data_offsets"]
     if any(type(n) is not int or n < 0 for n in (*shape, first, last)) or first > last:
-        raise ValueError(f"shape or place of {name} is not made of whole numbers")
+        raise ValueError(f"shape or offsets of {name} are not whole numbers")
     if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise ValueError(f"shape {show(shape)} and place of {name} disagree")
+        raise ValueError(f"shape {show(shape)} and offsets of {name} disagree")
     return StoredTensor(file, name, tuple(shape), dtype, start + first)

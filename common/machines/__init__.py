@@ -1,8 +1,8 @@
-"""Hardware that is not here, or that is many: the chips and what each can do (`chips`), the mesh
-that suits a model best (`mesh_choice`), programs compiled for devices that are absent (`dryrun`)
-and what is read off such programs (`hlo`), the memory bandwidth that was measured (`bandwidth`);
-and several processes that run one command: which of them this is (`cluster`), whether all have the
-same (`preflight`), and how they start and end together (`hosts`).
+"""Hardware that is absent, and processes that work together. `chips` says what each chip can do.
+`mesh_choice` picks the best mesh for a model. `dryrun` compiles programs for absent devices, and
+`hlo` reads figures off such programs. `bandwidth` measures memory bandwidth. If several processes
+run one command, `cluster` finds out which of them this is, `preflight` compares what they have, and
+`hosts` starts and ends them together.
 
 Imports from `common/loading`. To start, read `mesh_choice.py`.
 """

@@ -1,5 +1,5 @@
-"""The floor under decoding: bytes that a step must read over the bandwidth that this machine was
-measured to have."""
+"""The lower bound on the time of a decode step: the bytes that it must read, divided by the memory
+bandwidth measured on this machine."""
 
 import time
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 
 def read_bandwidth(megabytes: int = 256, repeats: int = 5) -> float:
-    """Bytes per second at which one device reads a matrix that fits no cache: the best of a few
-    one-row products."""
+    """Measures how fast one device reads a matrix that fits no cache, in bytes per second: the best
+    of a few one-row products."""
     rows = megabytes * 2**20 // (4 * 4096)
     w, x = jnp.ones((rows, 4096)), jnp.ones(4096)
     product = jax.jit(lambda w, x: w @ x)
@@ -30,9 +30,9 @@ def tree_bytes(tree: Any) -> int:
 
 
 def step_bytes(weights: Any, cache: Any, filled: float, read: Callable[[int], float]) -> float:
-    """Bytes that one decode step must read: all weights but a separate embedding table, of stacks
-    of E experts the share read(E), and the filled part of the cache. Stacks are what lies under a
-    field called `experts`."""
+    """Returns the bytes that one decode step must read: all weights except a separate embedding
+    table, but only the share read(E) of stacks of E experts; and the filled part of the cache.
+    Stacks are the arrays under a field called `experts`."""
     skipped = tree_bytes(weights.embed) if getattr(weights, "head", None) is not None else 0
     stacks = [
         x
@@ -44,11 +44,12 @@ def step_bytes(weights: Any, cache: Any, filled: float, read: Callable[[int], fl
 
 
 def experts_read(config: Any, tokens: float) -> Callable[[int], float]:
-    """Of E experts the share that one of so many tokens chooses, if all are as likely."""
+    """Returns a function of E: the share of E experts that any of `tokens` tokens chooses, if all
+    experts are equally likely."""
     chosen = getattr(config, "num_experts_per_tok", 0)
     return lambda E: 1 - (1 - chosen / E) ** tokens
 
 
 def parallel_readers(mesh: Mesh) -> int:
-    """Devices that read at once; a host's virtual CPU devices share one memory."""
+    """Returns how many devices read at once. A host's virtual CPU devices share one memory."""
     return jax.process_count() if mesh.devices.flat[0].platform == "cpu" else mesh.size

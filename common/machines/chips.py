@@ -1,4 +1,4 @@
-"""Devices that programs can be compiled for, and what each of them can do at best."""
+"""The devices that programs can be compiled for, and what each of them can do at best."""
 
 import importlib.util
 import os
@@ -12,25 +12,25 @@ GIB = 1 << 30
 
 
 class Chip(NamedTuple):
-    """One device: the figures of its vendor, never measured here."""
+    """The figures of one device, as its vendor states them; none was measured here."""
 
     memory: int  # bytes
-    bandwidth: float  # bytes a second, from and to its memory
-    flops: float  # a second, of products in bfloat16
-    links: float  # bytes a second that it sends to other devices, over all its links together
+    bandwidth: float  # bytes per second, from and to its memory
+    flops: float  # floating-point operations per second, in bfloat16 products
+    links: float  # bytes per second that it sends, over all its links to other devices
 
 
 class Slice(NamedTuple):
-    """Devices that hold a model: the `SLICES` of a family's shapes.py, by the name of the size."""
+    """The devices that hold a model. `SLICES` in a family's shapes.py has one for each size."""
 
-    topology: str  # as `devices_of` takes it: "v5e:4x4"
-    mesh: str  # as --mesh takes it: "expert=8,tensor=2"
-    quant: str | None = None  # as --quant: "int8" for the weights
-    kv_quant: str | None = None  # as --kv-quant: "int8" for the cache
+    topology: str  # for `devices_of`, such as "v5e:4x4"
+    mesh: str  # for --mesh, such as "expert=8,tensor=2"
+    quant: str | None = None  # for --quant; "int8" quantises the weights
+    kv_quant: str | None = None  # for --kv-quant; "int8" quantises the cache
 
 
-UNKNOWN = 1 << 50  # bytes of memory
-# JAX counts the two cores of a v4 or tpu7x chip as devices, each with half of everything.
+UNKNOWN = 1 << 50  # bytes; stands for a memory of unknown size
+# A v4 or tpu7x chip has two cores. JAX counts each as a device, with half the chip's figures.
 CHIPS = {
     "v4": Chip(16 * GIB, 614e9, 137.5e12, 135e9),
     "v5e": Chip(16 * GIB, 819e9, 197e12, 180e9),
@@ -38,10 +38,10 @@ CHIPS = {
     "v6e": Chip(32 * GIB, 1640e9, 918e12, 360e9),
     "tpu7x": Chip(96 * GIB, 3690e9, 1153e12, 270e9),
     "h100": Chip(84978434048, 3352e9, 989e12, 450e9),
-    # A machine that nothing is known of: memory without end, and links that are no bottleneck.
+    # Stands for an unknown machine: endless memory, and links that are no bottleneck.
     "cpu": Chip(UNKNOWN, 50e9, 1e12, 50e9),
 }
-# By the beginning of what `device_kind` says, the longer ones first.
+# By the beginning of `device_kind`; the longer ones come first.
 KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
@@ -54,13 +54,13 @@ KINDS = {
 
 
 def chip_of(device: Any) -> Chip:
-    """The chip that a device is; for one without an entry, that of a CPU."""
+    """Returns the chip of a device; the chip "cpu" for a device that is not listed."""
     kind = device.device_kind
     return CHIPS[next((name for start, name in KINDS.items() if kind.startswith(start)), "cpu")]
 
 
-# What libtpu reads when it is loaded: no question to a metadata server, no complaint that the host
-# is not a TPU's, and several compilations at once.
+# libtpu reads these when it is loaded. It then does not ask a metadata server, does not complain
+# that the host has no TPU, and allows several compilations at once.
 TPU_ENVIRONMENT = dict(
     TPU_SKIP_MDS_QUERY="1",
     TPU_ACCELERATOR_TYPE="v5litepod-1",
@@ -68,7 +68,7 @@ TPU_ENVIRONMENT = dict(
     ALLOW_MULTIPLE_LIBTPU_LOAD="true",
 )
 
-# What XLA asks a GPU about itself, for a machine that has none.
+# XLA asks a GPU for these figures; on a machine without one, it takes them from here.
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -86,14 +86,14 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def need(package: str, name: str, extra: str) -> None:
-    """ValueError where what compiles for `name` is not installed."""
+    """ValueError if `package`, which compiles for `name`, is not installed."""
     if importlib.util.find_spec(package) is None:
         raise ValueError(f"{name!r} needs {package} to compile for it: pip install -e '.[{extra}]'")
 
 
 def devices_of(topology: str) -> Sequence[Any]:
-    """The devices of a TPU slice such as "v5e:4x4", of one to eight GPUs ("h100:8"), or of this
-    host ("cpu:8"). ValueError in one line for what nothing here can compile for."""
+    """Returns the devices of a TPU slice such as "v5e:4x4", one to eight GPUs ("h100:8"), or this
+    host's ("cpu:8"). ValueError, in one line, if nothing here can compile for them."""
     name, _, size = topology.partition(":")
     if name == "cpu" and re.fullmatch(r"\d*", size):
         return jax.devices("cpu")
@@ -112,8 +112,8 @@ def devices_of(topology: str) -> Sequence[Any]:
         options = dict(platform="tpu")
     else:
         names = ", ".join(CHIPS)
-        raise ValueError(f"{topology!r} is not known: a name of {names}, and a size (v5e:4x4)")
+        raise ValueError(f"{topology!r} is unknown: give one of {names}, and a size (v5e:4x4)")
     try:
         return topologies.get_topology_desc(topology, **options).devices
-    except Exception as error:  # of whatever kind the plugin raises
+    except Exception as error:  # the plugin may raise any kind
         raise ValueError(f"{topology!r}: {str(error).splitlines()[0]}") from None

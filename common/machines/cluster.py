@@ -1,4 +1,5 @@
-"""Which of several processes this is: from options, variables, or the cluster that started them."""
+"""Finds out which of several processes this is, from options, environment variables or the cluster
+that started them."""
 
 import argparse
 import contextlib
@@ -11,16 +12,16 @@ from common.loading.files import first_line
 
 
 class Place(NamedTuple):
-    """Which of how many processes this is, and HOST:PORT of process 0."""
+    """The number of this process, how many there are, and HOST:PORT of process 0."""
 
     coordinator: str
     process: int
     processes: int
-    devices: Sequence[int] | None = None  # of this machine that this process uses; None: all
+    devices: Sequence[int] | None = None  # local ones that this process uses; None: all
 
 
 def find_place(args: argparse.Namespace) -> Place | None:
-    """From the options, from variables or from the cluster; None for a process alone."""
+    """Finds the place by options, variables or the cluster; None if this process runs alone."""
     if args.distributed is False:
         return None
     env = os.environ
@@ -40,7 +41,7 @@ def find_place(args: argparse.Namespace) -> Place | None:
         return None
     host, _, port = place.coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"{place.coordinator!r}, where process 0 listens, is not HOST:PORT")
+        raise ValueError(f"the address of process 0, {place.coordinator!r}, is not HOST:PORT")
     return place
 
 
@@ -52,8 +53,9 @@ def parse_process(text: str) -> tuple[int, int]:
 
 
 def has_cluster_variables() -> bool:
-    """Whether variables alone say that this is one of several processes. Not those of an allocation
-    without a step, nor of a Kubernetes job whose image is not made for `jax.distributed`."""
+    """Whether environment variables say that this is one of several processes. Those of a Slurm
+    allocation without a step do not count, nor those of a Kubernetes job whose image is not made
+    for `jax.distributed`."""
     env = os.environ
     tasks = [env.get(name, "1") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")]
     workers = env.get("TPU_PROCESS_ADDRESSES") or env.get("TPU_WORKER_HOSTNAMES") or ""
@@ -62,8 +64,8 @@ def has_cluster_variables() -> bool:
 
 
 def ask_jax(coordinator: str | None, timeout: float) -> Place:
-    """What `jax.distributed` detects; ValueError if that is not enough."""
-    # Private: the public `initialize` tells what it found only once all processes have come.
+    """Returns the place that `jax.distributed` detects. ValueError if it cannot."""
+    # A private class: the public `initialize` shows what it found only after all have joined.
     from jax._src.clusters import ClusterEnv
 
     hint = "give --coordinator HOST:PORT --process I/N on each, or --no-distributed"
@@ -77,15 +79,15 @@ def ask_jax(coordinator: str | None, timeout: float) -> Place:
     if address is None or count is None or process is None:
         raise ValueError(f"nothing here says which of how many processes this is: {hint}")
     if "JAX_LOCAL_DEVICE_IDS" in os.environ:
-        devices = None  # as `initialize` reads it
+        devices = None  # `initialize` reads the variable itself
     return Place(address, process, count, devices)
 
 
 def pod_of_tpu_vm(timeout: float) -> Place | None:
-    """The place in a pod of TPU machines, whose metadata server alone knows it."""
+    """Returns the place in a pod of TPU machines, which only their metadata server knows."""
     from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
 
     if running_in_cloud_tpu_vm:
-        with contextlib.suppress(ValueError):  # one machine that has no such server
+        with contextlib.suppress(ValueError):  # a single machine without such a server
             return ask_jax(None, timeout)
     return None

@@ -1,9 +1,9 @@
-"""The dry run: what a model costs on hardware that is not there.
+"""The dry run: what a model costs on hardware that is absent.
 
-Compiles a model's `generate` and `prefill` for a TPU slice, for GPUs or for this host's CPU from a
-config alone: no weights, no accelerator. What the compiler then says is exact (memory, aliasing,
-collectives); what a step moves through memory is read off the program; how long it takes is not
-known, only what it cannot be faster than.
+Compiles a model's `generate` and `prefill` for a TPU slice, for GPUs or for this host's CPU. It
+needs only a config: no weights, no accelerator. The compiler's figures are exact: memory, aliasing,
+collectives. The bytes that a step moves through memory are read off the program. The time that it
+takes is not known, but a lower bound is.
 """
 
 import math
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     config: Any
     name: str  # of the model
     slots: int = 8
-    capacity: int = 2048  # positions of a slot
+    capacity: int = 2048  # positions per slot
     prompt: int = 512  # tokens
     dtype: Any = jnp.dtype("bfloat16")
     cache_dtype: Any = jnp.dtype("bfloat16")
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 
     @property
     def stored(self) -> str:
-        """How weights and cache are stored, in words."""
+        """Says in words how weights and cache are stored."""
         layout = by_path(self.module.weight_layout(self.config)).values()
         names = {NAMES.get(w.published) for w in layout if not takes(w, self.storage)} - {None}
         names |= (
@@ -63,19 +63,19 @@ NAMES: dict[type | None, str] = {Fp8: "fp8", Mxfp4: "mxfp4"}
 
 
 class Report(NamedTuple):
-    """One device's share of one step, in bytes unless named otherwise."""
+    """One device's share of one step, in bytes unless a field says otherwise."""
 
     devices: int
     seconds: float  # to compile
     weights: int
     cache: int
-    arguments: int  # weights, cache and the few numbers per slot; a TPU pads each to whole tiles
-    outputs: int  # the new cache among them
-    aliased: int  # outputs that overwrite an argument: all of the cache, or it is copied
+    arguments: int  # weights, cache, a few numbers per slot; a TPU pads each to whole tiles
+    outputs: int  # including the new cache
+    aliased: int  # outputs that overwrite an argument; if the cache does not, it is copied
     temporaries: int
     traffic: int  # see `traffic`
-    cycles: int  # the TPU compiler's own estimate, operation by operation
-    operations: int  # that run one after the other
+    cycles: int  # the TPU compiler's own estimates, summed over operations
+    operations: int  # how many run one after the other
     collectives: tuple[Collective, ...]
 
     @property
@@ -84,17 +84,17 @@ class Report(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Bytes that the collectives of every step return."""
+        """Bytes that collectives return in every step."""
         return sum(c.bytes for c in self.collectives if not c.conditional)
 
     @property
     def messages(self) -> int:
-        """The collectives of every step."""
+        """The number of collectives in every step."""
         return sum(c.times for c in self.collectives if not c.conditional)
 
 
 def abstract(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """The shapes of a tree of arrays, laid out as `specs` (a prefix of the tree) say."""
+    """Returns a tree of arrays as shapes, laid out as `specs` (a prefix of the tree) say."""
 
     def place(spec: Any, subtree: Any) -> Any:
         sharding = NamedSharding(mesh, spec)
@@ -106,7 +106,7 @@ def abstract(tree: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def as_loaded(tree: Any) -> Any:
-    """Weights as the loader lays them out."""
+    """Gives the shapes of weights the layout that the loader gives the weights."""
 
     def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         rows: Any = row_major(x.sharding, x.ndim)
@@ -118,7 +118,7 @@ def as_loaded(tree: Any) -> Any:
 def abstract_weights(
     module: ModuleType, config: Any, mesh: Mesh, dtype: DTypeLike, storage: Storage | None
 ) -> Any:
-    """A model's weights on a mesh, as shapes."""
+    """Returns a model's weights on a mesh, as shapes."""
     layout = module.weight_layout(config, model_shards(mesh))
     check_divides(layout, model_shards(mesh))
     weights = jax.eval_shape(partial(random_weights, layout, mesh, dtype, 0, storage))
@@ -128,13 +128,13 @@ def abstract_weights(
 def abstract_state(
     module: ModuleType, config: Any, mesh: Mesh, slots: int, capacity: int, dtype: DTypeLike
 ) -> Any:
-    """Its DecodeState, as shapes."""
+    """Returns a model's DecodeState on a mesh, as shapes."""
     make = partial(module.init_state, config, slots, capacity, dtype, model_shards(mesh))
     return abstract(jax.eval_shape(make), module.STATE_SPEC, mesh)
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of one device's part of a tree of abstract arrays."""
+    """Returns the bytes of one device's part of a tree of abstract arrays."""
     parts = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
 
@@ -152,9 +152,10 @@ def dry_run(
     storage: Storage | None = None,
     implementation: str = AUTO,
 ) -> tuple[Report, str]:
-    """The report on one step, and the compiled program as text.
+    """Compiles one step. Returns the report on it, and the compiled program as text.
 
-    A step decodes one token in all slots, or reads `prefill` tokens of one prompt per data shard.
+    The step decodes one token in all slots; or, if `prefill` is given, it reads `prefill` tokens of
+    one prompt per data shard.
     """
     rows = mesh.shape[DATA] if prefill else slots
     weights = abstract_weights(module, config, mesh, dtype, storage)
@@ -188,18 +189,18 @@ def dry_run(
 
 
 class Step(NamedTuple):
-    """A decoding step, or the reading of a prompt, on one device."""
+    """A decode step, or the reading of a prompt, on one device."""
 
     name: str
     weights: int  # bytes
     cache: int  # bytes
-    products: float  # floating-point operations of the products with weights
+    products: float  # floating-point operations in products with weights
     unread: float  # bytes of the experts that no token is expected to choose
     report: Report | None  # None if the compiler refused
-    refusal: str  # in its own words
+    refusal: str  # the compiler's own words
 
     def floor_ms(self, chip: Chip) -> dict[str, float]:
-        """Milliseconds that the step takes at least: to move its bytes, to multiply, to send."""
+        """Returns the milliseconds that moving bytes, multiplying and sending take at least."""
         if self.report is None:
             return {}
         seconds = dict(
@@ -216,9 +217,9 @@ class DryRun(NamedTuple):
     plan: Plan
     topology: str
     mesh: Mesh
-    chosen: bool  # the mesh, by the library
+    chosen: bool  # whether the library chose the mesh
     decode: Step
-    read: Step  # a prompt
+    read: Step  # the reading of a prompt
 
     @property
     def chip(self) -> Chip:
@@ -226,8 +227,8 @@ class DryRun(NamedTuple):
 
     @property
     def memory(self) -> int:
-        """Bytes of one device that serves: weights, the cache of all slots and that in which
-        prompts are read, and the larger temporaries."""
+        """Bytes that one device needs to serve: the weights, the cache of all slots, the cache in
+        which prompts are read, and the larger temporaries of the two steps."""
         decode, read = self.decode.report, self.read.report
         held = (
             decode.memory - decode.temporaries
@@ -244,9 +245,9 @@ class DryRun(NamedTuple):
 
     @property
     def room(self) -> tuple[int, int]:
-        """The most slots of this capacity that fit, and the most positions of so many slots. The
-        temporaries are taken to stay: those of a prompt are enough for as many slots as it has
-        tokens."""
+        """The most slots that fit at this capacity, and the most positions at this number of slots.
+        The temporaries are assumed not to grow: those of a prompt are enough for as many slots as
+        it has tokens."""
         if not self.fits:
             return 0, 0
         plan, rows = self.plan, self.mesh.shape[DATA]
@@ -258,9 +259,9 @@ class DryRun(NamedTuple):
 
 
 def products_and_unread(plan: Plan, axes: Axes, tokens: int) -> tuple[float, float]:
-    """What so many tokens do with the weights of one device: floating-point operations, two for
-    each number of a matrix, of experts only of the chosen ones; and the bytes of the experts that
-    none of them chooses, if all are as likely."""
+    """Returns the floating-point operations of `tokens` tokens with the weights of one device, and
+    the bytes of the experts that no token chooses, if all are equally likely. Counts two operations
+    for each token and each number of a matrix; of experts, only the chosen ones."""
     config = plan.config
     layout = plan.module.weight_layout(config, Shards(axes[EXPERT], axes[TENSOR]))
     chosen, share = getattr(config, "num_experts_per_tok", 0), experts_read(config, tokens)
@@ -281,7 +282,7 @@ def products_and_unread(plan: Plan, axes: Axes, tokens: int) -> tuple[float, flo
 def compile_step(
     plan: Plan, mesh: Mesh, prompt: int | None = None, keep: Path | None = None
 ) -> Step:
-    """Compiles one step; its program goes to a file of the directory `keep`."""
+    """Compiles one step, and writes its program to a file in the directory `keep`, if given."""
     rows = mesh.shape[DATA] if prompt else plan.slots
     module, config, storage, cache_dtype = plan.module, plan.config, plan.storage, plan.cache_dtype
     weights = abstract_weights(module, config, mesh, plan.dtype, storage)
@@ -314,7 +315,7 @@ def compile_step(
 
 
 class Place(NamedTuple):
-    """Where a plan is tried."""
+    """The topology and the mesh on which a plan is tried."""
 
     topology: str
     mesh: Mesh
@@ -322,8 +323,8 @@ class Place(NamedTuple):
 
 
 def place(plan: Plan, topology: str, axes: str) -> Place:
-    """The mesh on a topology: of these axes, or the best where they are empty. ValueError if it
-    cannot split the model."""
+    """Makes the mesh of these axes on a topology, or the best mesh if `axes` is empty. ValueError
+    if it cannot split the model."""
     devices = devices_of(topology)
     options = dict(
         slots=plan.slots,

@@ -1,6 +1,7 @@
-"""Compiled programs, read: what one step sends, moves through memory, and does one after the other.
+"""Reads off compiled programs what one step sends, what it moves through memory, and what it runs
+one after the other.
 
-A program is named computations, each a list of operations in text (HLO).
+A program is text (HLO): named computations, each with a list of operations.
 """
 
 import math
@@ -17,14 +18,14 @@ class Collective(NamedTuple):
     shape: str  # of the result: "bf16[8,1,8192]"
     times: int
     bytes: int  # of all results together
-    conditional: bool  # in a branch that a step may not take, such as that of sampling
+    conditional: bool  # in a branch that a step may not take, such as sampling
 
 
 class Op(NamedTuple):
     name: str
     type: str  # "bf16[8,128]{1,0:T(8,128)(2,1)S(1)}", or a tuple of such
     kind: str
-    operands: tuple[str, ...]  # names; of a parameter its number, of a constant its value
+    operands: tuple[str, ...]  # names; for a parameter its number, for a constant its value
     rest: str  # attributes
     root: bool
 
@@ -42,10 +43,10 @@ CALLS = re.compile(
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 COLLECTIVES = ["all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute"]
-CONTROL = ("while", "conditional", "call", "async-start")  # run other computations
+CONTROL = ("while", "conditional", "call", "async-start")  # these run other computations
 VIEWS = ("bitcast", "tuple", "get-tuple-element", "parameter", "constant", "opt-barrier")
-SLICES = ("dynamic-slice", "slice", "gather")  # read what they return
-UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place: write this operand
+SLICES = ("dynamic-slice", "slice", "gather")  # these read only what they return
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place; these write only this operand
 
 
 def parse(text: str) -> Program:
@@ -63,7 +64,7 @@ def parse(text: str) -> Program:
 
 
 def arrays(type_: str) -> list[tuple[str, int, bool]]:
-    """Of each array in a type: dtype and shape, bytes, and whether it lies in main memory."""
+    """Lists the arrays in a type: dtype and shape, bytes, and whether they lie in main memory."""
     out = []
     for dtype, bits, shape, layout in ARRAY.findall(type_):
         size = math.prod(int(n) for n in shape.split(",") if n)
@@ -73,15 +74,15 @@ def arrays(type_: str) -> list[tuple[str, int, bool]]:
 
 
 def called(op: Op) -> dict[str, list[str]]:
-    """The computations that an operation runs, by the name of the attribute."""
+    """Returns the computations that an operation runs, by the name of the attribute."""
     return {kind: re.findall(r"%([\w.\-]+)", names) for kind, names in CALLS.findall(op.rest)}
 
 
 def trips(program: Program, loop: Op) -> int:
-    """How often a loop runs, 1 if that is not known.
+    """Returns how many rounds a loop runs; 1 if that is not known.
 
-    A program for CPU says it. One for TPU shows the limit, if constant; it is taken to be counted
-    to from 0 by 1, as `lax.scan` does.
+    A program for CPU says it. A program for TPU shows only the limit, if it is constant. The loop
+    is then assumed to count from 0 by 1, as `lax.scan` does.
     """
     if known := TRIPS.search(loop.rest):
         return int(known[1])
@@ -95,7 +96,8 @@ def trips(program: Program, loop: Op) -> int:
 def executed(
     program: Program, into: tuple[str, ...] = CONTROL
 ) -> Iterator[tuple[Op, dict[str, Op], int, bool]]:
-    """Operations in the order of the text: with their computation, how often, and if in a branch.
+    """Yields operations in the order of the text, each with its computation, how often it runs, and
+    whether it is in a branch.
 
     A loop of unknown length counts once.
     """
@@ -113,7 +115,7 @@ def executed(
 
 
 def collectives(program: Program) -> tuple[Collective, ...]:
-    """Equal collectives together, those of every step first."""
+    """Groups equal collectives, and puts those of every step before those in branches."""
     counts: Counter[tuple[bool, str, str, int]] = Counter()
     for op, _, times, conditional in executed(program, (*CONTROL, "fusion")):
         kind = op.kind.removesuffix("-start")
@@ -133,8 +135,8 @@ def collectives(program: Program) -> tuple[Collective, ...]:
 
 
 def cycles(program: Program) -> int:
-    """Clock cycles of every step, as the TPU compiler estimates them for each operation; 0 from
-    other compilers. Branches do not count, a loop of unknown length counts once."""
+    """Sums the clock cycles of every step, as the TPU compiler estimates them for each operation; 0
+    for other compilers. Branches do not count. A loop of unknown length counts once."""
     return sum(
         times * int(found[1])
         for op, _, times, conditional in executed(program)
@@ -143,7 +145,7 @@ def cycles(program: Program) -> int:
 
 
 def operations(program: Program) -> int:
-    """Operations that every step runs one after the other, the rounds of its loops counted."""
+    """Counts the operations that every step runs one after the other, in all rounds of loops."""
     return sum(
         times
         for op, _, times, conditional in executed(program)
@@ -152,12 +154,13 @@ def operations(program: Program) -> int:
 
 
 def traffic(program: Program) -> int:
-    """Bytes that every step moves between main memory and the chip, read off the program.
+    """Sums the bytes that every step moves between main memory and the chip, read off the program.
 
-    Operands and results that lie in main memory; of slices and updates in place, the part that
-    they touch. A prefetch into on-chip memory counts where it is made. A kernel counts as reading
-    all of its operands; branches do not count. XLA's own "bytes accessed" is several times more on
-    TPU: it also counts on-chip memory, and for each piece of a prefetch the whole array.
+    Operands and results count if they lie in main memory. For slices and updates in place, only the
+    part that they touch counts. A prefetch into on-chip memory counts where it is made. A kernel
+    counts as reading all of its operands. Branches do not count. XLA's own "bytes accessed" is
+    several times larger on TPU: it also counts on-chip memory, and it counts the whole array for
+    each piece of a prefetch.
     """
     return sum(
         times * sum(moved(program, computation, op))
@@ -167,12 +170,12 @@ def traffic(program: Program) -> int:
 
 
 def moved(program: Program, computation: dict[str, Op], op: Op) -> tuple[int, int]:
-    """Bytes that an operation of `computation` reads from and writes to main memory."""
+    """Returns the bytes that an operation of `computation` reads from main memory, and writes."""
     if op.kind in (*VIEWS, *CONTROL) or op.kind.endswith("-done"):
         return 0, 0
     if op.kind in ("copy-start", "slice-start"):
         if "cross_program_prefetch_index" in op.rest:
-            return 0, 0  # made at the end of the step before, and counted there
+            return 0, 0  # made at the end of the previous step, and counted there
         first, second = arrays(op.type)[:2]
         source, target = (second, first) if op.kind == "copy-start" else (first, second)
         size = min(source[1], target[1])
@@ -187,7 +190,7 @@ def moved(program: Program, computation: dict[str, Op], op: Op) -> tuple[int, in
 
 
 def _read(program: Program, computation: dict[str, Op], op: Op, i: int, full: int) -> int:
-    """What `op` reads of its operand i of `full` bytes."""
+    """Returns how many bytes `op` reads of its operand i, which has `full` bytes."""
     if op.kind == "fusion":
         inner = program.computations[called(op)["calls"][0]]
         parameter = next(
@@ -211,7 +214,7 @@ def _read_by_users(program: Program, computation: dict[str, Op], op: Op, full: i
 
 
 def _written(inner: dict[str, Op], op: Op) -> int:
-    """What `op` writes; `inner` is the computation that holds what it runs."""
+    """Returns the bytes that `op` writes; `inner` holds the operations that it runs."""
     root = next((x for x in inner.values() if x.root), op) if op.kind == "fusion" else op
     parts = [inner[x] for x in root.operands] if root.kind == "tuple" else [root]
     written = 0

@@ -1,11 +1,11 @@
-"""Several processes that run one command: they find each other, compare what they have before any
+"""Lets several processes run one command: they find each other, compare what they have before any
 long work, and end together.
 
-Each process has a TCP connection to process 0 from before `jax.distributed` starts until all are
-done. Over it go lines of JSON: "hello" (who I am), "report" (what I have), "go" (all have the same,
-and these are the prompts), "done", and "end" (stop, with this exit code and these lines). A
-connection that closes without "done" is a process that died. JAX itself would notice that after
-minutes, or abort with a page of its own.
+Each process connects to process 0 by TCP before `jax.distributed` starts, and stays connected until
+all are done. Their messages are lines of JSON: "hello" (who I am), "report" (what I have), "go"
+(all have the same, and these are the prompts), "done", and "end" (stop, with this exit code and
+these lines). If a connection closes without "done", the process has died. JAX itself would notice
+only after minutes, or abort with a page of its own messages.
 """
 
 import argparse
@@ -28,18 +28,18 @@ from common.loading.files import first_line
 from common.machines.cluster import Place, find_place
 from common.machines.preflight import differences, numbered
 
-GRACE = 1.0  # seconds in which a process may find out itself what another one tells it
-DEATH = 1  # the exit code after one
+GRACE = 1.0  # seconds for a process to find itself the mistake that another one reports
+DEATH = 1  # the exit code after a process has died
 REMEDY = "--join-timeout waits longer, --no-distributed runs alone"
-HELLO_S = 5.0  # in which whoever connects must say who it is
+HELLO_S = 5.0  # seconds for a process that has connected to say who it is
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 class Disagreement(ValueError):
-    """What is wrong with several processes together."""
+    """Several processes do not fit together."""
 
 
-# ---- lines
+# ---- connections
 
 
 class Peer:
@@ -49,19 +49,19 @@ class Peer:
         self.connection, self.lines, self.process, self.host = connection, lines, process, host
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE.items():
-            if hasattr(socket, name):  # as the system calls it
+            if hasattr(socket, name):  # systems differ in the names
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}"
 
     def send(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # gone, which its watcher sees
+        with contextlib.suppress(OSError):  # it has gone, as its watcher will see
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def receive(lines: TextIO) -> dict[str, Any] | None:
-    """The next message; None at the end, or when it is none."""
+    """Returns the next message; None at the end, or if the line is not a message."""
     try:
         message = json.loads(lines.readline())
     except (OSError, ValueError):
@@ -70,7 +70,7 @@ def receive(lines: TextIO) -> dict[str, Any] | None:
 
 
 def listen(place: Place, timeout: float) -> list[Peer]:
-    """The other processes, all of them; Disagreement says which are missing."""
+    """Waits for connections from all other processes. Disagreement says which are missing."""
     port = place.coordinator.rpartition(":")[2]
     address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{port}"
     host, _, port = address.rpartition(":")
@@ -82,7 +82,7 @@ def listen(place: Place, timeout: float) -> list[Peer]:
     except OSError as error:
         raise ValueError(f"process 0 cannot listen on {address}: {error.strerror}") from None
     deadline, came, wrong = time.monotonic() + timeout, list[Peer](), list[str]()
-    # Closed before JAX listens on the same port; the connections remain.
+    # The server is closed before JAX listens on its port; the connections stay open.
     with server, contextlib.suppress(TimeoutError):
         while len(came) < place.processes - 1 and not wrong:
             server.settimeout(max(deadline - time.monotonic(), 0.01))
@@ -101,7 +101,7 @@ def listen(place: Place, timeout: float) -> list[Peer]:
 
 
 def greet(connection: socket.socket) -> tuple[Peer, int] | None:
-    """Whoever has connected, and how many processes it says there are; None for a stranger."""
+    """Returns the process that connected, and how many it says there are; None for a stranger."""
     connection.settimeout(HELLO_S)
     lines = connection.makefile("r", encoding="utf-8")
     hello = (receive(lines) or {}).get("hello")
@@ -114,7 +114,7 @@ def greet(connection: socket.socket) -> tuple[Peer, int] | None:
 
 
 def misplaced(peer: Peer, count: int, place: Place, came: list[Peer]) -> list[str]:
-    """Why a process is not one of those that are awaited."""
+    """Says why a process is not one of those that are awaited; empty if it is."""
     if count != place.processes:
         return [f"{peer} is one of {count} processes, but process 0 is one of {place.processes}"]
     taken = {0: socket.gethostname(), **{other.process: other.host for other in came}}
@@ -124,7 +124,7 @@ def misplaced(peer: Peer, count: int, place: Place, came: list[Peer]) -> list[st
 
 
 def connect(place: Place, timeout: float) -> Peer:
-    """The connection to process 0, which may start later."""
+    """Connects to process 0, which may start later."""
     host, _, port = place.coordinator.rpartition(":")
     deadline = time.monotonic() + timeout
     while True:
@@ -145,14 +145,14 @@ def connect(place: Place, timeout: float) -> Peer:
     return peer
 
 
-# ---- from the first line to the last
+# ---- the group of processes
 
 
 def quieten(process: int) -> TextIO:
-    """Only process 0 writes from now on, and only what Python writes: Gloo greets on stdout, and
-    XLA prints its stack when another process dies. Returns stderr, for what must be said.
+    """Lets only process 0 write from now on, and only what Python writes. Otherwise Gloo greets on
+    stdout, and XLA prints its stack when another process dies. Returns stderr, for error lines.
 
-    With TF_CPP_MIN_LOG_LEVEL=0, what the libraries write comes on stderr.
+    With TF_CPP_MIN_LOG_LEVEL=0, what the libraries write goes to stderr.
     """
     sys.stdout.flush()
     stdout, stderr = (
@@ -169,14 +169,14 @@ def quieten(process: int) -> TextIO:
 
 
 class Group:
-    """This process among the others."""
+    """This process and its connections to the others."""
 
     def __init__(self, place: Place, timeout: float):
         self.place, self.timeout = place, timeout
         self.stderr = quieten(place.process)
-        self.peers: list[Peer] = []  # of process 0 all others; of another, process 0
+        self.peers: list[Peer] = []  # process 0 has all others here, and they have process 0
         self.inbox: queue.Queue[tuple[Peer, str, Any]] = queue.Queue()
-        self.leaving = threading.Event()  # the main thread ends by itself
+        self.leaving = threading.Event()  # set if the main thread ends by itself
         self.ending = threading.Lock()  # held by the thread that ends the process
         self.started = False
 
@@ -192,12 +192,12 @@ class Group:
                 self.inbox.put((peer, kind, message[kind]))
             if "end" in message:
                 if message["end"] != DEATH:
-                    self.leaving.wait(GRACE)  # the same mistake here, or Ctrl-C, speaks for itself
+                    self.leaving.wait(GRACE)  # it may see the same mistake, or Ctrl-C, itself
                 return self.end(message["end"], message["lines"])
         self.end(DEATH, [f"{peer} has died"])
 
     def end(self, code: int, lines: list[str]) -> None:
-        """Ends the process, and all others from process 0, unless the main thread does."""
+        """Ends this process, and from process 0 all others, unless the main thread does so."""
         with self.ending:
             if not self.leaving.is_set():
                 self.tell_all(code, lines)
@@ -214,7 +214,8 @@ class Group:
             peer.send(end=code, lines=lines)
 
     def wait_for_others(self) -> None:
-        """Process 0 goes last: without it, JAX aborts the others with a page of its own."""
+        """Keeps process 0 alive until the others have ended: without it, JAX aborts them with a
+        page of its own messages."""
         if self.place.process == 0:
             deadline = time.monotonic() + 3
             for peer in self.peers:
@@ -224,7 +225,7 @@ class Group:
                         pass
 
     def agree(self, report: dict[str, Any], prompts: list[str]) -> list[str]:
-        """The prompts of process 0, once all processes have reported the same."""
+        """Returns the prompts of process 0, once all processes have reported the same."""
         if self.place.process:
             self.peers[0].send(report=report)
             return self.inbox.get()[2]
@@ -239,18 +240,18 @@ class Group:
         return prompts
 
     def start(self) -> None:
-        """Starts `jax.distributed`, and the devices of all processes."""
+        """Starts `jax.distributed` and the devices of all processes."""
         self.started = True
         if jax.config.jax_platforms == "cpu":  # type: ignore[attr-defined]
             check_name(self.peers)
-        jax.config.update("jax_enable_preemption_service", False)  # it would ignore SIGTERM
+        jax.config.update("jax_enable_preemption_service", False)  # which would ignore SIGTERM
         try:
             jax.distributed.initialize(
                 self.place.coordinator,
                 self.place.processes,
                 self.place.process,
                 self.place.devices,
-                cluster_detection_method="deactivate",  # which is done
+                cluster_detection_method="deactivate",  # `find_place` did that
                 initialization_timeout=max(int(self.timeout), 10),
             )
             jax.devices()
@@ -258,7 +259,7 @@ class Group:
             raise ValueError(f"jax.distributed does not start: {first_line(error)}") from None
 
     def leave(self) -> None:
-        """Waits until all processes have done their part, and stops `jax.distributed`."""
+        """Waits until all processes are done, and stops `jax.distributed`."""
         if self.place.process:
             self.peers[0].send(done=True)
             self.inbox.get()
@@ -272,12 +273,12 @@ class Group:
             jax.distributed.shutdown()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends all processes for an error of this one."""
+        """Ends all processes because of an error in this one."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         code, lines = verdict(error)
         if self.started and lines:
-            time.sleep(3 * GRACE)  # what another one did shows as an error here, too
+            time.sleep(3 * GRACE)  # if another process caused it, `watch` says so first
         with self.ending:
             self.leaving.set()
         if code == DEATH:
@@ -290,12 +291,12 @@ class Group:
         self.wait_for_others()
         with contextlib.suppress(OSError):
             sys.stdout.flush()
-        os._exit(code)  # at a regular end, JAX would wait for the others
+        os._exit(code)  # at a regular exit, JAX would wait for the others
 
 
 def check_name(peers: list[Peer]) -> None:
-    """ValueError if the CPUs of other hosts could not reach this one: Gloo, through which they
-    talk, gives them the address for which the host's own name stands."""
+    """ValueError if the CPUs of other hosts could not reach this one. They talk through Gloo, which
+    gives them the address to which the host resolves its own name."""
     name, address = socket.gethostname(), "no address"
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(name)
@@ -303,13 +304,13 @@ def check_name(peers: list[Peer]) -> None:
     elsewhere = any(here != there for here, there in pairs)
     if address == "no address" or (elsewhere and address.startswith("127.")):
         raise ValueError(
-            f"this host's name, {name}, stands for {address}; in /etc/hosts, give it the address "
+            f"this host's name, {name}, resolves to {address}; in /etc/hosts, give it the address "
             "by which other hosts reach it"
         )
 
 
 def verdict(error: BaseException) -> tuple[int, list[str]]:
-    """The exit code for what ended a command, and what there is to say."""
+    """Returns the exit code for the error that ended a command, and the lines to print."""
     if isinstance(error, BrokenPipeError):
         return 0, []
     if isinstance(error, KeyboardInterrupt):
@@ -325,8 +326,8 @@ def verdict(error: BaseException) -> tuple[int, list[str]]:
 
 @contextlib.contextmanager
 def joined(args: argparse.Namespace) -> Iterator[Group | None]:
-    """The other processes that run the same command; None for a process alone. Whatever ends the
-    body ends all of them."""
+    """Joins the processes that run the same command, and yields their group; None if this process
+    runs alone. Whatever ends the body ends all of them."""
     if (place := find_place(args)) is None:
         yield None
         return
@@ -340,8 +341,8 @@ def joined(args: argparse.Namespace) -> Iterator[Group | None]:
 
 
 def tell(args: argparse.Namespace, mistake: ValueError) -> None:
-    """Says why this process does not take part: here at once, and to the others once they have
-    come. Returns if it is alone."""
+    """Says why this process does not take part: here at once, and to the others after they have
+    connected. Then ends the process; but returns if it runs alone."""
     if (place := find_place(args)) is not None:
         group = Group(place, args.join_timeout)
         group.write(verdict(mistake)[1])

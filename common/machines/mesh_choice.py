@@ -1,20 +1,22 @@
-"""Which mesh a model gets when nobody says: the one whose decoding step is estimated as shortest.
+"""Picks a mesh if the user gives none: the one with the shortest estimated decode step.
 
-The estimate needs shapes alone, so that it takes milliseconds. A step takes as long as its device
-needs to read its weights and its cache, and to send what the devices tell each other:
+The estimate needs only shapes, so it takes milliseconds. A step takes as long as a device needs to
+read its weights and its cache, and to exchange results with the other devices:
 
   bytes / bandwidth + 6 * sent / links + 5 us * collectives
 
-* bytes: the device's part of all weights (an embedding that is only looked up aside) and of the
-  cache. `data` keeps the weights once more for each of its parts; heads that do not divide are
-  padded or copied, and more devices than key/value heads do not make the cache smaller.
-* sent: every layer reduces the activations of its slots twice, so `data` divides that. A latent
-  cache that is split by position also gathers queries and scatters what they found.
-* An all-reduce sends each byte twice, and published decoding steps reach about a third of what the
-  links can do: 6. That a collective cannot take less than 5 us is an assumption.
+* bytes: the device's part of the cache and of all weights, except an embedding that is only looked
+  up. Each part of `data` holds all weights once more. Heads that do not divide are padded or
+  copied. If there are more devices than key/value heads, the cache does not get smaller.
+* sent: every layer reduces the activations of its slots twice. `data` splits the slots, so it
+  divides these bytes. A latent cache that is split by position also gathers queries and scatters
+  the results of attention.
+* 6: an all-reduce sends each byte twice, and published decode steps reach about a third of the
+  links' bandwidth. 5 us: that no collective takes less is an assumption.
 
-Of meshes within 1 % of the best, a mixture of experts takes the one with most on `expert`, where
-the matrices of an expert stay whole, and any other model the one with most on `tensor`.
+Several meshes may be within 1 % of the best. A mixture of experts then takes the one with the most
+devices on `expert`, where each expert's matrices stay whole. Any other model takes the one with the
+most on `tensor`.
 """
 
 import math
@@ -33,24 +35,24 @@ from common.quant import Storage
 from common.sharding import DATA, EXPERT, TENSOR, Shards, make_mesh
 from common.weights import Weight, by_path, check_divides, is_weight, published_arrays, takes
 
-REDUCED = 6.0  # bytes of time on the links for each byte that a collective returns
-START = 5e-6  # seconds of a collective, however small
-USABLE = 0.92  # of a device's memory; the rest is for temporaries
+REDUCED = 6.0  # bytes that the links could send while a collective returns one
+START = 5e-6  # least seconds of a collective
+USABLE = 0.92  # share of a device's memory; the rest is for temporaries
 Axes = dict[str, int]
 
 
 def step_seconds(chip: Chip, moved: float, sent: float, collectives: float) -> float:
-    """The estimate of a decoding step of which a device moves and sends so many bytes."""
+    """Estimates a decode step in which a device moves and sends so many bytes."""
     return moved / chip.bandwidth + REDUCED * sent / chip.links + START * collectives
 
 
 class Load(NamedTuple):
-    """What one device holds, and does in a decoding step."""
+    """What one device holds, and what it does in a decode step."""
 
     weights: int  # bytes
     cache: int  # bytes
-    looked_up: int  # bytes of the weights that a step takes a few rows of
-    sent: int  # bytes of the results of collectives
+    looked_up: int  # bytes of weights; a step reads only a few of their rows
+    sent: int  # bytes that collectives return
     collectives: int
 
     def seconds(self, chip: Chip) -> float:
@@ -59,14 +61,15 @@ class Load(NamedTuple):
 
 
 def parts(spec: PartitionSpec, axes: Axes) -> int:
-    """Into how many parts a mesh splits an array."""
+    """Returns into how many parts a mesh splits an array."""
     return math.prod(axes[axis] for axis in jax.tree.leaves(tuple(spec)))
 
 
 def weight_bytes(weight: Weight, dtype: DTypeLike, storage: Storage | None, axes: Axes) -> int:
-    """Bytes of one device's part of a weight; of one that is quantised, without its scales."""
-    if takes(weight, storage):
-        return math.prod(weight.shape) // parts(weight.spec, axes)
+    """Returns the bytes of one device's part of a weight, without the scales of a quantised one."""
+    if storage is not None and takes(weight, storage):
+        size = storage.bytes or jnp.dtype(dtype).itemsize
+        return math.prod(weight.shape) * size // parts(weight.spec, axes)
     arrays = jax.tree.leaves(published_arrays(weight), is_leaf=is_weight)
     return sum(
         math.prod(x.shape) * jnp.dtype(x.dtype or dtype).itemsize // parts(x.spec, axes)
@@ -85,7 +88,7 @@ def load_of(
     cache_dtype: DTypeLike = jnp.bfloat16,
     storage: Storage | None = None,
 ) -> Load:
-    """What a mesh asks of each of its devices; ValueError if the model cannot be split that way."""
+    """Returns the load of each device of a mesh. ValueError if it cannot split the model."""
     shards = Shards(axes[EXPERT], axes[TENSOR])
     if slots % axes[DATA]:
         raise ValueError(f"{slots} slots cannot be split evenly over data={axes[DATA]}")
@@ -111,7 +114,7 @@ def load_of(
 
 
 def meshes_of(devices: int) -> Iterator[Axes]:
-    """The axes of every mesh of so many devices."""
+    """Yields the axes of every mesh of `devices` devices."""
     for data in (n for n in range(1, devices + 1) if devices % n == 0):
         rest = devices // data
         for expert in (n for n in range(1, rest + 1) if rest % n == 0):
@@ -119,7 +122,7 @@ def meshes_of(devices: int) -> Iterator[Axes]:
 
 
 def loads(module: ModuleType, config: Any, devices: int, **options: Any) -> list[tuple[Axes, Load]]:
-    """The meshes of so many devices that can split a model, with what they ask."""
+    """Returns the meshes of `devices` devices that can split a model, each with its load."""
     found = []
     for axes in meshes_of(devices):
         try:
@@ -130,9 +133,10 @@ def loads(module: ModuleType, config: Any, devices: int, **options: Any) -> list
 
 
 def best_axes(module: ModuleType, config: Any, devices: int, chip: Chip, **options: Any) -> Axes:
-    """The axes of the best mesh of at most so many devices; `options` are those of `load_of`.
+    """Returns the axes of the best mesh of at most `devices` devices; `options` are those of
+    `load_of`.
 
-    If the model fits no mesh, those with which it comes nearest to fitting.
+    If the model fits on no mesh, only the meshes on which it needs least memory count.
     """
     found: list[tuple[Axes, Load]] = []
     while not found and devices > 1:
@@ -150,7 +154,7 @@ def best_axes(module: ModuleType, config: Any, devices: int, chip: Chip, **optio
 
 
 def best_mesh(module: ModuleType, config: Any, devices: Sequence[Any], **options: Any) -> Mesh:
-    """The best mesh over at most all of `devices`; `options` are those of `load_of`."""
+    """Returns the best mesh of all or some of `devices`; `options` are those of `load_of`."""
     axes: Any = {}
     if len(devices) > 1:
         axes = best_axes(module, config, len(devices), chip_of(devices[0]), **options)

@@ -1,4 +1,4 @@
-"""What several processes must have alike, compared before any long work."""
+"""Compares, before any long work, what several processes must have in common."""
 
 import argparse
 import hashlib
@@ -17,14 +17,14 @@ from common.loading.hub import FILES, OTHER_LAYOUTS
 from common.loading.shape import folder, read_shape
 from common.sharding import axes_of
 
-# Options that may differ: where things are, and which process this is.
+# Options that may differ: they say where things are, and which process this is.
 OWN = {"ckpt", "prompts", "profile", "distributed", "coordinator", "process", "join_timeout"}
 
-Report = dict[str, str | None]  # by what it is about; None where this process cannot say
+Report = dict[str, str | None]  # values by name; None if this process cannot say
 
 
 def report(module: ModuleType, args: argparse.Namespace) -> Report:
-    """What this process has: versions, code, options, and the files of the checkpoint.
+    """Returns what this process has: versions, code, options, and the files of the checkpoint.
 
     ValueError or OSError if there is no such checkpoint.
     """
@@ -58,7 +58,7 @@ def is_of_checkpoint(file: Path) -> bool:
 
 
 def contents(file: Path) -> str:
-    """The size of a file; of one that does not hold weights, a digest as well."""
+    """Returns the size of a file and, unless it holds weights, a digest."""
     size = f"{file.stat().st_size} bytes"
     return size if file.suffix == ".safetensors" else f"{size} ({digest(file.read_bytes())})"
 
@@ -68,8 +68,8 @@ def digest(content: bytes) -> str:
 
 
 def differences(reports: dict[int, dict[str, Any]]) -> list[str]:
-    """A line for each thing that processes have differently; what one does not know (None) is
-    compared among the others."""
+    """Returns a line for each thing that differs between processes. If a process reports None for
+    it, only the others are compared."""
     wrong = []
     for name in dict.fromkeys(name for report in reports.values() for name in report):
         found: dict[Any, list[int]] = {}
@@ -88,7 +88,7 @@ def numbered(processes: list[int]) -> str:
 
 
 def check_all_used(mesh: Mesh) -> None:
-    """ValueError if a process has no part in the mesh: it could not follow the others."""
+    """ValueError if a process has no device in the mesh: it could not follow the others."""
     used = {device.process_index for device in mesh.devices.flat}
     if idle := sorted(set(range(jax.process_count())) - used):
         raise ValueError(

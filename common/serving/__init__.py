@@ -1,6 +1,6 @@
-"""From prompts to text: a checkpoint as a model that runs (`load`), slots to decode in and one step
-of work (`session`), the loop that serves requests and `complete`, its shortest form (`serve`), and
-the logits of every token of a text (`score`).
+"""From prompts to text. `load` turns a checkpoint into a model that runs. `session` has the slots
+in which a model decodes, and single steps of work. `serve` has the loop that serves requests, and
+`complete`, its shortest form. `score` computes the logits of every token of a text.
 
 Imports everything but the command line. To start, read `serve.py`.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint as a model that runs: one call from a directory or a hub id.
+"""Turns a checkpoint into a model that runs, by one call with a directory or a hub id.
 
 from llama3 import model
 llama = load(model, "meta-llama/Llama-3.2-1B-Instruct")
@@ -24,15 +24,15 @@ from common.weights import check_divides
 
 
 class Model(NamedTuple):
-    """A model file, and all that one checkpoint gives it."""
+    """A model file with everything that it needs to run one checkpoint."""
 
     module: ModuleType  # the model file
     config: Any  # its Config
     mesh: Mesh
-    weights: Any  # its Weights on the mesh; None before they are read
-    tokenizer: Tokenizer | None  # None for random weights of a config alone
-    dtype: jnp.dtype  # of activations and of what is not quantised
-    storage: Storage | None  # that was chosen for the matrices
+    weights: Any  # its Weights on the mesh; None until they are read
+    tokenizer: Tokenizer | None  # None for random weights of a lone config
+    dtype: jnp.dtype  # of activations, and of weights that are not quantised
+    storage: Storage | None  # chosen for the matrices; None: as published
     directory: Path | None  # None for random weights
 
     @property
@@ -43,10 +43,10 @@ class Model(NamedTuple):
 def load(
     module: ModuleType, ckpt: str | None = None, allow_nonfinite: bool = False, **options: Any
 ) -> Model:
-    """The model of a checkpoint, ready to run; `options` are those of `open_model`.
+    """Loads a checkpoint as a model that is ready to run; `options` are those of `open_model`.
 
-    Raises ValueError or OSError with a line for each thing that is wrong; for weights that are NaN
-    or infinite, too, unless `allow_nonfinite`.
+    Raises ValueError or OSError with a line for each thing that is wrong. Weights that are NaN or
+    infinite are wrong, too, unless `allow_nonfinite`.
     """
     return read_weights(open_model(module, ckpt, **options), allow_nonfinite=allow_nonfinite)
 
@@ -63,19 +63,18 @@ def open_model(
     slots: int = 8,
     capacity: int = 2048,
 ) -> Model:
-    """The model without its weights: everything that can be checked before they are read.
+    """Opens a model without its weights, and checks all that can be checked before they are read.
 
     Args:
       module: the model file, such as `llama3.model`.
-      ckpt: a directory or a hub id; the model that the family's folder ships unless given. With
-        `random` also a lone config.json, or the name of a published size.
+      ckpt: a directory or a hub id; by default, the model in the family's folder. With `random`, it
+        may also be a lone config.json, or the name of a published size.
       revision: branch, tag or commit of a hub repository.
-      mesh: see `make_mesh`; if not given, `common.machines.mesh_choice` picks one over all
-        devices.
-      dtype: float32 or bfloat16; that of the checkpoint unless given.
-      quant: "int8" keeps the matrices in 8 bits, quantised as they are read.
-      random: random weights in place of stored ones.
-      slots, capacity: what the best mesh is best for: prompts at once, and positions of each.
+      mesh: see `make_mesh`; by default, `common.machines.mesh_choice` picks one over all devices.
+      dtype: float32 or bfloat16; by default, that of the checkpoint.
+      quant: "int8" quantises the matrices to 8 bits as they are read.
+      random: makes random weights instead of reading stored ones.
+      slots, capacity: the load for which a mesh is picked: prompts at once, and positions of each.
     """
     hf, directory = read_shape(module, ckpt, revision, random)
     config = read_model_config(module, hf)
@@ -94,15 +93,16 @@ def open_model(
 
 
 def storage_of(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> Storage | None:
-    """How matrices are stored: in int8 if asked for; else as published, but for float32 on CPU."""
+    """Picks how matrices are stored: in int8 if asked for; transposed, if float32 on CPU; else as
+    published."""
     if quant is not None:
         return INT8
     return TRANSPOSED if on_cpu and dtype == jnp.float32 else None
 
 
 def cache_dtype(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> jnp.dtype:
-    """The dtype of a cache: int8 if asked for, else that of the model. On CPU it is float32,
-    because XLA's CPU compiler rewrites all of a bfloat16 cache at every update."""
+    """Picks the dtype of a cache: int8 if asked for, else float32 on CPU, else the model's dtype.
+    XLA's CPU compiler would rewrite all of a bfloat16 cache at every update."""
     if quant is not None:
         return jnp.dtype(quant)
     return jnp.dtype("float32") if on_cpu else dtype
@@ -114,7 +114,7 @@ def read_weights(
     seed: int = 0,
     allow_nonfinite: bool = False,
 ) -> Model:
-    """`model` with its weights on the mesh: read from the checkpoint, or random ones of `seed`."""
+    """Puts the weights of `model` on its mesh: reads the checkpoint, or makes them from `seed`."""
     module, config, mesh, storage = model.module, model.config, model.mesh, model.storage
     if model.directory is None:
         layout = module.weight_layout(config, model_shards(mesh))

@@ -1,4 +1,4 @@
-"""The serving loop: prompts in, tokens out; more prompts than slots queue.
+"""The serving loop: prompts in, tokens out. Prompts for which no slot is free wait in a queue.
 
 Step t + 1 is dispatched before step t's tokens are fetched, so host work overlaps device work.
 """
@@ -38,7 +38,7 @@ class Running(NamedTuple):
 
     request: int
     left: int  # tokens that it may still produce
-    length: int  # tokens of prompt and text so far
+    length: int  # tokens of prompt and reply so far
 
 
 def admit(
@@ -48,11 +48,11 @@ def admit(
     rows: int,
     per_row: int,
 ) -> dict[int, tuple[int, int]]:
-    """Takes waiting requests in order, one per data shard with a free slot: {shard: (request,
-    slot)}.
+    """Takes waiting requests in order, one per data shard with a free slot. Returns {shard:
+    (request, slot)}.
 
-    Only prompts that are read in the same buckets go together, so that none is read differently for
-    its company.
+    Prompts are read together only if they take the same buckets. So how a prompt is read does not
+    depend on the others.
     """
     entering: dict[int, tuple[int, int]] = {}
     for row in range(rows):
@@ -70,19 +70,19 @@ def serve(
     stop_ids: Collection[int] = (),
     reuse_multiple: int = PROMPT_CHUNK,
 ) -> Generator[Event, None, None]:
-    """Yields the tokens of all requests as they are made; ValueError if one cannot be served.
+    """Yields the tokens of all requests as they are made. ValueError if a request cannot be served.
 
-    A prompt that begins as the one before it on its data shard did keeps that part of the cache,
-    in multiples of `reuse_multiple` tokens. At the default every prompt is read in the same chunks
-    whatever came before, so its text cannot depend on that even by a rounding error; a conversation
-    passes 1.
+    If a prompt begins like the previous prompt on its data shard, that part of the cache is reused,
+    in multiples of `reuse_multiple` tokens. With the default, a prompt is read in the same chunks
+    whatever came before, so its reply does not depend on that, not even by a rounding error. A
+    conversation passes 1.
     """
     for i, request in enumerate(requests):
         limit = session.model.config.max_position_embeddings
         check_request(request, session.capacity, limit, f"prompt {i + 1}")
     rows, stats, began = len(session.held), session.stats, time.perf_counter()
     waiting, running = deque(range(len(requests))), dict[int, Running]()
-    ahead: tuple[jax.Array, dict[int, int]] | None = None  # tokens not fetched yet, and whose
+    ahead: tuple[jax.Array, dict[int, int]] | None = None  # tokens to fetch, {slot: request}
 
     def book(slot: int, token: int) -> Event:
         request, left, length = running.pop(slot)
@@ -101,7 +101,7 @@ def serve(
                 stats.first_token_s = stats.first_token_s or time.perf_counter() - began
                 for row, (i, slot) in entering.items():
                     length = len(requests[i].prompt)
-                    room = session.capacity - length + 1  # the last token needs no place in it
+                    room = session.capacity - length + 1  # the last token is never cached
                     left = min(requests[i].max_new_tokens, room)
                     running[slot] = Running(i, left, length)
                     yield book(slot, int(tokens[row]))
@@ -126,12 +126,12 @@ def serve(
                         stats.drafts += len(produced) // 2
                         stats.drafts_right += sum(token != NO_TOKEN for _, token in produced[1::2])
             for slot, token in produced:
-                if token != NO_TOKEN and slot in running:  # not after a stop token
+                if token != NO_TOKEN and slot in running:  # skips what follows a stop token
                     stats.decode_tokens += 1
                     yield book(slot, token)
             if any(slot not in running for slot, _ in produced):
                 empty_others(session, running)
-    finally:  # also when the caller stops early
+    finally:  # also if the caller stops early
         empty_others(session, {})
 
 
@@ -143,11 +143,11 @@ def complete(
     seed: int = 0,
     **sampling: Any,
 ) -> list[str]:
-    """The text that follows each prompt. A prompt is raw text, or ids such as `encode_chat` makes.
-    Prompt i is sampled with seed (`seed` + i) mod 2**32; `sampling` are further fields of
-    `Request`."""
+    """Returns the text that follows each prompt. A prompt is raw text, or ids such as those that
+    `encode_chat` returns. Prompt i is sampled with seed (`seed` + i) mod 2**32. `sampling` sets
+    further fields of `Request`."""
     if (tok := model.tokenizer) is None:
-        raise ValueError("this model has no tokenizer: see `serve`, which takes and gives ids")
+        raise ValueError("this model has no tokenizer: use `serve`, which takes and yields ids")
     ids = [encode(tok, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     requests = [
         Request(prompt, max_new_tokens, seed=(seed + i) % 2**32, **sampling)

@@ -1,7 +1,7 @@
-"""A session: a model with slots to decode in, and what is done with them one step at a time.
+"""A session: a model with slots in which it decodes, and the single steps that fill and empty them.
 
 One prompt per `data` shard is read at a time, in chunks whose lengths come from a short list of
-buckets; its cache is then inserted into a free slot, and all filled slots decode together.
+buckets. Its cache is then inserted into a free slot. All filled slots decode together.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from common.sampling import check_sampling, sampling_params
 from common.serving.load import Model, cache_dtype
 from common.sharding import DATA, P, model_shards
 
-NO_TOKEN = -2  # in place of a second token, where a draft was wrong
-PROMPT_CHUNK = 512  # tokens read at once: bound by arithmetic, and in need of little memory
+NO_TOKEN = -2  # takes the place of a second token if the draft was wrong
+PROMPT_CHUNK = 512  # tokens read at once; enough to be compute-bound, few enough for memory
 SMALLEST_BUCKET = 32
 
 
 class Request(NamedTuple):
-    """What one prompt asks for; the sampling fields are those of `Sampling`."""
+    """A prompt and its settings; the sampling fields are those of `Sampling`."""
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -44,8 +44,8 @@ NO_REQUEST = Request((), 1)
 
 
 class Event(NamedTuple):
-    """One new token of a request; `finish` is "stop", "length", "invalid" (logits are NaN or
-    infinite, and there is no token) or None when more will come."""
+    """One new token of a request. `finish` is None if more tokens will come; else "stop", "length",
+    or "invalid": the logits are NaN or infinite, and there is no token."""
 
     request: int
     token: int
@@ -54,38 +54,38 @@ class Event(NamedTuple):
 
 @dataclass
 class Stats:
-    """Seconds and tokens, counted by `serve` as it goes."""
+    """Seconds and tokens, which `serve` counts as it goes."""
 
-    compile_s: float = 0.0  # of calls in which a program was compiled
+    compile_s: float = 0.0  # in calls that compiled a program
     first_token_s: float = 0.0  # from the call of `serve` to its first token, compilation included
     prefill_s: float = 0.0
     prefill_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens that an earlier prompt's cache already held
+    cached_tokens: int = 0  # prompt tokens already cached by an earlier prompt
     decode_s: float = 0.0
     decode_steps: int = 0
-    filled: float = 0.0  # share of the cache that was filled, summed over decode steps
+    filled: float = 0.0  # the filled share of the cache, summed over decode steps
     decode_tokens: int = 0
-    drafts: int = 0  # of a module that drafts: how many were verified, and how many held
+    drafts: int = 0  # how many were verified, if the module drafts
     drafts_right: int = 0
 
 
 @dataclass
 class Session:
-    """A model with slots to decode in, and what outlives one call of `serve`."""
+    """A model with slots in which it decodes, and the state that outlives one call of `serve`."""
 
     model: Model
     slots: int
-    capacity: int  # positions of a slot
+    capacity: int  # positions per slot
     implementation: str
     state: Any  # the model file's DecodeState of all slots
-    prompts: Any  # a DecodeState of one slot per data shard, in which prompts are read
-    held: list[list[int]]  # the tokens that each slot of `prompts` holds
+    prompts: Any  # a DecodeState with one slot per data shard, in which prompts are read
+    held: list[list[int]]  # the tokens in each slot of `prompts`
     stats: Stats = field(default_factory=Stats)
 
 
 def capacity_for(need: int, limit: int) -> int:
-    """The power of two of positions, 512 at least, that `need` fits in, but not above `limit`: so
-    that prompts of many lengths share their compiled programs."""
+    """Returns the smallest power of two that is at least `need` and 512; or `limit`, if that is
+    less. Powers of two let prompts of many lengths share compiled programs."""
     return min(limit, max(512, 1 << (need - 1).bit_length()))
 
 
@@ -97,8 +97,8 @@ def start_session(
     implementation: str = AUTO,
 ) -> Session:
     """Allocates `slots` slots of `capacity` positions on the model's mesh, with a cache of `dtype`
-    (see `cache_dtype`). On CPU the kernels of other platforms are not even imported, unless asked
-    for: that takes half a second."""
+    (by default that of `cache_dtype`). AUTO on CPU means BLOCKED, which does not import the kernels
+    of other platforms: the import takes half a second."""
     module, mesh, rows = model.module, model.mesh, model.mesh.shape[DATA]
     if slots < 1 or slots % rows:
         raise ValueError(f"{slots} slots cannot be split evenly over data={rows}")
@@ -117,16 +117,16 @@ def start_session(
 
 
 def buckets(count: int) -> list[int]:
-    """The lengths in which `count` prompt tokens are read: whole chunks, then the smallest power of
-    two that fits."""
+    """Returns the lengths in which `count` prompt tokens are read: whole chunks, then the smallest
+    power of two that holds the rest."""
     whole, rest = divmod(count, PROMPT_CHUNK)
     last = max(SMALLEST_BUCKET, 1 << (rest - 1).bit_length()) if rest else 0
     return [PROMPT_CHUNK] * whole + [last] * (rest > 0)
 
 
 def check_request(request: Request, capacity: int, limit: int, name: str = "the prompt") -> None:
-    """ValueError if a request cannot be served in a slot of `capacity` positions, by a model whose
-    context has `limit`."""
+    """ValueError if a request cannot be served in a slot of `capacity` positions, by a model with a
+    context of `limit` tokens."""
     if not request.prompt:
         raise ValueError(f"{name} is empty")
     if request.max_new_tokens < 1:
@@ -158,8 +158,8 @@ jax.monitoring.register_event_duration_secs_listener(_count_compilation)
 
 @contextlib.contextmanager
 def timed(stats: Stats, phase: str) -> Iterator[None]:
-    """Adds the seconds of its body to a field of `stats`, or to those of compilation if a program
-    was compiled in it."""
+    """Adds the seconds of its body to the field `phase` of `stats`; or to `compile_s`, if the body
+    compiled a program."""
     began, before = time.perf_counter(), compilations
     yield
     phase = phase if compilations == before else "compile_s"
@@ -167,7 +167,7 @@ def timed(stats: Stats, phase: str) -> Iterator[None]:
 
 
 def fetch(array: jax.Array) -> np.ndarray:
-    """A device array on every host."""
+    """Copies a device array to every host."""
     if jax.process_count() > 1:
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(array)
@@ -176,14 +176,14 @@ def fetch(array: jax.Array) -> np.ndarray:
 def read_prompts(
     session: Session, requests: Sequence[Request], entering: dict[int, tuple[int, int]], reuse: int
 ) -> np.ndarray:
-    """Prefills the prompts that are `entering`: the first token of each data shard's prompt. What
-    the cache holds already is not read again, in multiples of `reuse` tokens."""
+    """Prefills the `entering` prompts, and returns the first token of each data shard's prompt.
+    Tokens that are already cached, in multiples of `reuse`, are not read again."""
     model, stats, rows = session.model, session.stats, len(session.held)
     batch = [requests[entering[r][0]] if r in entering else NO_REQUEST for r in range(rows)]
     prompts = [list(request.prompt) for request in batch]
     same = [common_prefix(p[:-1], held) for p, held in zip(prompts, session.held, strict=True) if p]
     start = min(same) // reuse * reuse
-    session.held = [[] for _ in prompts]  # should this be interrupted
+    session.held = [[] for _ in prompts]  # in case this is interrupted
     stats.cached_tokens += start * len(same)
     stats.prefill_tokens += sum(len(p) - start for p in prompts if p)
     static: Any = dict(config=model.config, mesh=model.mesh, implementation=session.implementation)
@@ -209,8 +209,8 @@ def read_prompts(
 
 
 def insert_prompts(session: Session, entering: dict[int, tuple[int, int]]) -> None:
-    """Copies the prompts that were read into the slots that they decode in: after their first
-    tokens are out, which need not wait for it."""
+    """Copies the prompts that were read into the slots in which they decode. It runs after their
+    first tokens are out, so those need not wait for the copy."""
     model, rows = session.model, len(session.held)
     per_row = session.slots // rows
     slot_B = [entering[r][1] % per_row if r in entering else -1 for r in range(rows)]
@@ -221,8 +221,8 @@ def insert_prompts(session: Session, entering: dict[int, tuple[int, int]]) -> No
 
 
 def step(session: Session) -> jax.Array:
-    """Dispatches one decode step of all slots. A copy of its tokens, as the next step takes the
-    state's own: [B, 1]; or [B, 2] where the module drafts, with NO_TOKEN after a wrong draft."""
+    """Dispatches one decode step of all slots. Returns its tokens: [B, 1], or `drafted_tokens` if
+    the module drafts. They are a copy, because the next step overwrites the state's own."""
     model, drafts = session.model, hasattr(session.state, "draft_B")
     static: Any = dict(config=model.config, mesh=model.mesh, implementation=session.implementation)
     state = session.state
@@ -238,7 +238,8 @@ def step(session: Session) -> jax.Array:
 def drafted_tokens(
     draft_B: jax.Array, length_B: jax.Array, new_length_B: jax.Array, token_B: jax.Array
 ) -> jax.Array:
-    """The tokens by which slots grew, [B, 2]: the draft if it was right, and the newest."""
+    """Returns the tokens that each slot gained, [B, 2]: the draft and the newest token; or, if the
+    draft was wrong, the newest token and NO_TOKEN."""
     right_B = new_length_B == length_B + 2
     first_B = jnp.where(right_B, draft_B, token_B)
     return jnp.stack([first_B, jnp.where(right_B, token_B, NO_TOKEN)], axis=1)

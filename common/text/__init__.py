@@ -1,6 +1,6 @@
-"""From text to token ids and back: tokenizer files and text that is streamed token by token
-(`tokenizer`), Kimi's tokenizer format (`tiktoken`), chat templates, which run in a process of their
-own (`template`), and the channels of a GPT-OSS reply (`harmony`).
+"""From text to token ids and back. `tokenizer` reads tokenizer files, and streams text token by
+token. `tiktoken` reads Kimi's tokenizer format. `template` runs chat templates in a process of
+their own. `harmony` follows the channels of a GPT-OSS reply.
 
 Imports the readers of small files from `common/loading`. To start, read `tokenizer.py`.
 """

@@ -1,11 +1,11 @@
-"""Which channel each token of a reply in the Harmony format belongs to.
+"""Finds the channel of each token of a reply in the Harmony format.
 
-Such a reply is a run of messages, of which only those in the final channel are meant for the user:
+Such a reply is a sequence of messages. Only messages in the final channel are meant for the user:
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
 
-The prompt ends with `<|start|>assistant`. A name of a channel may have more words, such as a
-recipient, and a message without one is final.
+The prompt ends with `<|start|>assistant`. More words, such as a recipient, may follow the name of
+a channel. A message without a channel is final.
 """
 
 from typing import NamedTuple
@@ -17,10 +17,10 @@ FINAL, ANALYSIS = "final", "analysis"
 
 
 class Place(NamedTuple):
-    """Where in its messages a reply is."""
+    """How far a reply has come in its messages."""
 
-    part: str = START  # the marker that it is behind
-    header: tuple[int, ...] = ()  # ids behind <|channel|>
+    part: str = START  # the last marker so far
+    header: tuple[int, ...] = ()  # ids after <|channel|>
     channel: str = FINAL
 
 
@@ -29,7 +29,7 @@ def speaks_harmony(tok: Tokenizer) -> bool:
 
 
 def follow(tok: Tokenizer, place: Place, token_id: int) -> tuple[Place, str | None]:
-    """The place behind one more token, and the channel that it is text of, None for markup."""
+    """Returns the place after one more token, and the token's channel, or None if it is markup."""
     token = tok.backend.id_to_token(token_id) if token_id in tok.special_ids else None
     if token in (START, END):
         return Place(), None

@@ -1,8 +1,8 @@
-"""Chat templates: programs that come with a checkpoint, and so are run in a process of their own.
+"""Renders chat templates. They are programs from a checkpoint, so they run in a child process.
 
-A template may compute 9**9**9, or text without end; what bounds that for certain is the operating
-system. The child starts with the first conversation and renders all of them; it ends with its
-standard input. Over its pipes go lines of JSON.
+A template may compute 9**9**9, or text without end. Only the operating system can stop that.
+The child starts with the first conversation, renders all of them, and exits when its standard input
+ends. Questions and answers are lines of JSON.
 """
 
 import json
@@ -15,17 +15,17 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-START_S = 60.0  # in which the child must have started
-RENDER_S = 5.0  # in which a template must have rendered: usual ones take a millisecond
-MEMORY = 1 << 29  # bytes of address space of the child
+START_S = 60.0  # seconds for the child to start
+RENDER_S = 5.0  # seconds for a template to render; usual ones take a millisecond
+MEMORY = 1 << 29  # bytes of address space for the child
 LARGEST = 1 << 24  # characters of a rendered conversation
 
 
-# ---- here
+# ---- in the parent
 
 
 class Child:
-    """The process that renders, if it has started."""
+    """The process that renders templates, once it has started."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -38,7 +38,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            start_new_session=True,  # Ctrl-C is not for it
+            start_new_session=True,  # so that Ctrl-C does not reach it
         )
         return self.process
 
@@ -49,7 +49,7 @@ class Child:
             self.process = None
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Its answer; TimeoutError, or EOFError if it has died."""
+        """Returns the child's answer. TimeoutError if it is late; EOFError if the child died."""
         with self.lock:
             try:
                 if self.process is None:
@@ -76,16 +76,16 @@ def read_line(process: "subprocess.Popen[bytes]", timeout: float) -> bytes:
 
 
 def render(source: str, values: dict[str, Any]) -> str:
-    """The text of a template; ValueError with its own complaint, or if it takes too long or too
-    much memory. `values` are what JSON can hold."""
+    """Renders a template. ValueError with the template's own complaint, or if it takes too long or
+    too much memory. `values` must be what JSON can hold."""
     try:
         answer = CHILD.ask(dict(source=source, values=values, now=datetime.now().isoformat()))
     except TimeoutError:
         raise ValueError(
-            f"chat template: it was stopped after {RENDER_S:g} s; --raw goes without it"
+            f"chat template: it was stopped after {RENDER_S:g} s; --raw runs without it"
         ) from None
     except (EOFError, BrokenPipeError):
-        raise ValueError("chat template: its process died; --raw goes without it") from None
+        raise ValueError("chat template: its process died; --raw runs without it") from None
     except TypeError as error:
         raise ValueError(f"chat template: its variables must be JSON: {error}") from None
     if "error" in answer:
@@ -97,7 +97,7 @@ def render(source: str, values: dict[str, Any]) -> str:
 
 
 def answer() -> None:
-    """Renders what comes on standard input, until that ends."""
+    """Answers each question on standard input, until that ends."""
     import contextlib
 
     with contextlib.suppress(ImportError, ValueError, OSError):  # not every system has this limit
@@ -111,7 +111,7 @@ def answer() -> None:
 
 
 def attempt(compiled: Any, source: str, values: dict[str, Any], now: str) -> dict[str, Any]:
-    """The rendered text, or what went wrong."""
+    """Returns the rendered text, or the error."""
     clock = dict(strftime_now=datetime.fromisoformat(now).strftime)
     pieces, size = [], 0
     try:
@@ -128,7 +128,7 @@ def attempt(compiled: Any, source: str, values: dict[str, Any], now: str) -> dic
 
 
 def compiler() -> Any:
-    """Compiles templates in the environment that they are written for: that of Hugging Face."""
+    """Returns a compiler of templates, in the environment they are written for: Hugging Face's."""
     # Imported here because only the child needs it.
     import jinja2
     from jinja2 import nodes
@@ -137,7 +137,7 @@ def compiler() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what to train on; here it is only a scope."""
+        """`{% generation %}` marks the text to train on; here it is only a scope."""
 
         tags = {"generation"}  # noqa: RUF012
 

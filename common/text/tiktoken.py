@@ -1,8 +1,8 @@
-"""A tokenizer file in tiktoken's format, as Kimi K2 publishes it, turned into a `tokenizers` one.
+"""Turns a tokenizer file in tiktoken's format, as Kimi K2 publishes it, into a `tokenizers` one.
 
-Each line of tiktoken.model is the bytes of a token in base64 and its rank, which is its id. Where
-two tokens stand side by side whose bytes together are a token, they are joined, the pair of the
-lowest rank first. The rule that first cuts text into words is in no data file: it is Kimi's.
+Each line of tiktoken.model is the bytes of a token in base64 and its rank, which is its id. If the
+bytes of two neighbouring tokens together are a token, the two are joined, the pair of the lowest
+rank first. The rule that first cuts text into words is Kimi's, and is in no data file.
 """
 
 import base64
@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from common.loading.files import read_text
 
-SPECIAL = 256  # ids of special tokens, after the ranks; those without a name are reserved
+SPECIAL = 256  # special tokens, whose ids follow the ranks; those without a name are reserved
 CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"  # the letters that may begin a word
 LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -34,22 +34,22 @@ WORDS = "|".join(
 
 
 def byte_characters() -> list[str]:
-    """The character that stands for each byte in a `tokenizers` vocabulary: printable bytes for
-    themselves, the others for the characters from 256 on (GPT-2)."""
+    """Returns the character of each byte in a `tokenizers` vocabulary, as GPT-2 defined them:
+    printable bytes stand for themselves, and the others get the characters from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(b if b in printable else next(others)) for b in range(256)]
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """Rank by token; ValueError names the line that is none."""
+    """Returns the rank of each token. ValueError names a line that cannot be read."""
     ranks: dict[bytes, int] = {}
     for i, line in enumerate(read_text(file).splitlines()):
         token, _, rank = line.partition(" ")
         try:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (binascii.Error, ValueError):
-            raise ValueError(f"{file}: line {i + 1} is no token and its rank") from None
+            raise ValueError(f"{file}: line {i + 1} is not a token and rank") from None
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing or sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError(f"{file}: the ranks are not 0, 1, 2, ... of all bytes and longer tokens")
@@ -57,7 +57,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
 
 
 def word_rule() -> Any:
-    """Cuts text into words, and spells them in `byte_characters`."""
+    """Returns the step that cuts text into words and spells them in `byte_characters`."""
     words = pre_tokenizers.Split(Regex(WORDS), "isolated")
     return pre_tokenizers.Sequence(
         [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -65,8 +65,8 @@ def word_rule() -> Any:
 
 
 def load_tiktoken(file: Path, added: Any) -> tokenizers.Tokenizer:
-    """The tokenizer of a tiktoken.model; `added` is added_tokens_decoder of tokenizer_config.json,
-    which names special ids."""
+    """Returns the tokenizer of a tiktoken.model. `added` is added_tokens_decoder of
+    tokenizer_config.json, which names the special tokens by id."""
     ranks, characters = read_ranks(file), byte_characters()
 
     def spell(token: bytes) -> str:

@@ -1,8 +1,7 @@
 """Text to token ids and back: tokenizer files, the checkpoint's own chat template, streamed text.
 
 A checkpoint directory holds `tokenizer.json` (or GPT-2's `vocab.json` and `merges.txt`, or Kimi's
-`tiktoken.model`) and, beside it, JSON files that name the special tokens, the stop ids and the chat
-template.
+`tiktoken.model`). JSON files beside it name the special tokens, the stop ids and the chat template.
 """
 
 import json
@@ -19,25 +18,25 @@ from common.loading.files import check_regular, is_there, read_json_if_there, re
 from common.text.template import render
 from common.text.tiktoken import load_tiktoken
 
-IMAGE_KEYS = ("image_token_index", "image_token_id")  # of a multimodal model's config.json
+IMAGE_KEYS = ("image_token_index", "image_token_id")  # in a multimodal model's config.json
 
 
 class Tokenizer(NamedTuple):
     backend: tokenizers.Tokenizer
-    chat_template: str | None  # jinja source; None where the checkpoint is not made for chat
+    chat_template: str | None  # jinja source; None if the checkpoint is not made for chat
     special_tokens: dict[str, str]  # "bos_token", "eos_token", ... -> text, as templates see them
-    special_ids: frozenset[int]  # what `decode` leaves out
-    added_tokens: tuple[tuple[str, bool], ...]  # texts that are one token, and whether special
+    special_ids: frozenset[int]  # ids that `decode` leaves out
+    added_tokens: tuple[tuple[str, bool], ...]  # (text of one token, is it special)
     stop_ids: frozenset[int]  # generation ends at any of these
-    image_ids: frozenset[int]  # what stands for an image, which no prompt of text may hold
+    image_ids: frozenset[int]  # placeholders for an image; no prompt of text may hold them
     bos_id: int | None
-    vocab_size: int  # one more than the largest id; the model's logits may have more
+    vocab_size: int  # the largest id plus one; the model may have more logits
 
 
 def load_tokenizer(directory: Path | str) -> Tokenizer:
-    """Read the tokenizer of a checkpoint directory.
+    """Reads the tokenizer of a checkpoint directory.
 
-    Raises FileNotFoundError when there is none, ValueError when a file cannot be understood.
+    Raises FileNotFoundError if there is none, ValueError if a file cannot be understood.
     """
     directory = Path(directory)
     config = read_json_if_there(directory / "tokenizer_config.json")
@@ -48,7 +47,7 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     }
     special_tokens = {key: text for key, text in names.items() if isinstance(text, str)}
     backend = _load_backend(directory, config, special_tokens)
-    # Limits of a training run, saved with the tokenizer, would silently cut prompts.
+    # Training may have saved limits with the tokenizer, which would silently cut prompts.
     backend.no_truncation()
     backend.no_padding()
 
@@ -63,7 +62,7 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
 
     bos = special_tokens.get("bos_token", "")
     bos_id = backend.token_to_id(bos)
-    # Some families say in the config alone that prompts begin with BOS.
+    # Some families say only in tokenizer_config.json that prompts begin with BOS.
     if bos_id is not None and config.get("add_bos_token") and bos_id not in backend.encode("").ids:
         backend.post_processor = processors.TemplateProcessing([bos, "$A"], None, [(bos, bos_id)])
     added = backend.get_added_tokens_decoder()
@@ -126,7 +125,8 @@ def _load_backend(
 
 
 def _parse(files: Path | str, read: Callable[[], Any]) -> Any:
-    """What the package makes of files; it raises bare Exception, and its own panics are none."""
+    """Calls `read`, and turns whatever it raises into ValueError: the package raises bare
+    Exception, and its panics are not even that."""
     try:
         return read()
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -151,7 +151,7 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
 
 
 def encode(tok: Tokenizer, text: str) -> list[int]:
-    """Ids of a raw prompt, with what the tokenizer itself adds (BOS), but never two BOS."""
+    """Encodes a raw prompt, with what the tokenizer itself adds (BOS), but never two BOS."""
     ids = _ids(tok, text, add_special_tokens=True)
     while tok.bos_id is not None and ids[:2] == [tok.bos_id] * 2:
         del ids[0]  # the prompt spells out its own BOS
@@ -161,7 +161,7 @@ def encode(tok: Tokenizer, text: str) -> list[int]:
 def _ids(tok: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     try:
         ids = list(tok.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-    except TypeError as error:  # undecodable bytes of a command line or file end up as surrogates
+    except TypeError as error:  # bytes that are not UTF-8 reach Python as surrogates
         raise ValueError("the prompt is not valid Unicode text; give it as UTF-8") from error
     if images := tok.image_ids.intersection(ids):
         name = tok.backend.id_to_token(min(images))
@@ -170,7 +170,7 @@ def _ids(tok: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
 
 
 def decode(tok: Tokenizer, ids: Sequence[int], keep_special: bool = False) -> str:
-    """Text of ids as the decoder gives it, without any clean-up of spaces before punctuation."""
+    """Returns the text of ids as the decoder gives it; it removes no space before punctuation."""
     return str(tok.backend.decode(list(ids), skip_special_tokens=not keep_special))
 
 
@@ -180,10 +180,10 @@ def encode_chat(
     add_generation_prompt: bool = True,
     **variables: Any,
 ) -> list[int]:
-    """Ids of a conversation. The template writes BOS itself, so the tokenizer adds nothing.
+    """Encodes a conversation. The template writes BOS itself, so the tokenizer adds nothing.
 
-    What a message says is text. If it spells out a control token, its first character and the rest
-    are encoded apart, so that nobody can type the end of a turn, or another role.
+    The content of a message is only text. If it spells out a control token, the first character and
+    the rest are encoded apart. So nobody can type the end of a turn, or another role.
     """
     cut = unused_character(messages)
     marked = [cut_controls(tok, message, cut) for message in messages]
@@ -192,17 +192,17 @@ def encode_chat(
 
 
 def unused_character(messages: Any) -> str:
-    """A private-use character that no message contains."""
+    """Returns a private-use character that no message contains."""
     used = set(json.dumps(messages, ensure_ascii=False, default=str))
     return next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
 
 
 def cut_controls(tok: Tokenizer, message: Any, cut: str) -> Any:
-    """A message with `cut` behind the first character of each control token in its texts.
+    """Inserts `cut` after the first character of each control token in the texts of a message.
 
-    Special tokens are control tokens, and so are added tokens that the template spells out: some
-    families do not mark their roles as special. In the model's own replies only special tokens
-    count, because templates look for its marks of thinking there.
+    Special tokens are control tokens. So are added tokens that the template spells out, because
+    some families do not mark their roles as special. In the model's own replies only special tokens
+    count, because templates look there for the marks of the model's thinking.
     """
     if not isinstance(message, Mapping):
         return message
@@ -231,10 +231,10 @@ def render_chat(
     add_generation_prompt: bool = True,
     **variables: Any,
 ) -> str:
-    """A conversation in the checkpoint's own format; `variables` (`tools`, ...) reach the template.
+    """Renders a conversation in the checkpoint's own format; `variables` (`tools`, ...) reach the
+    template.
 
-    Raises ValueError when there is no template, with the template's own complaint, or when it does
-    not come to an end.
+    Raises ValueError if there is no template, if the template complains, or if it does not end.
     """
     if tok.chat_template is None:
         raise ValueError(
@@ -243,28 +243,28 @@ def render_chat(
         )
     if not messages or not all(isinstance(m, Mapping) for m in messages):
         raise ValueError("a conversation is a non-empty list of {'role': ..., 'content': ...}")
-    # Templates test whether a key is there, so one that is None must look absent.
+    # Templates test whether a key exists, so a key whose value is None is left out.
     present = [{k: v for k, v in m.items() if v is not None} for m in messages]
     values = {"tools": None, "documents": None, **tok.special_tokens, **variables}
     more = dict(messages=present, add_generation_prompt=add_generation_prompt)
     return render(tok.chat_template, {**values, **more})
 
 
-# An unfinished UTF-8 character has at most three bytes and a token at least one. So the last four
-# tokens hold all of it, after one that takes the decoder's treatment of a text's first token
-# (sentencepiece drops its leading space).
+# An unfinished UTF-8 character has at most three bytes, and a token at least one, so the last three
+# tokens hold all of it. One more goes before them, because the decoder treats the first token of a
+# text in its own way (sentencepiece drops its leading space).
 _WINDOW = 4
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Stream(NamedTuple):
-    seen: tuple[int, ...] = ()  # the last tokens whose text is out, up to an unfinished character
+    seen: tuple[int, ...] = ()  # the last tokens whose text is out, but for an unfinished character
     held: tuple[int, ...] = ()  # the byte tokens after them
     keep_special: bool = False
 
 
 def stream_start(tok: Tokenizer, context: Sequence[int] = (), keep_special: bool = False) -> Stream:
-    """An empty stream. `context`: the ids before it, where its text is to be joined to theirs."""
+    """Returns an empty stream. If its text continues that of other ids, `context` is those ids."""
     stream = Stream(keep_special=keep_special)
     for token_id in context[-4 * _WINDOW :]:
         stream, _ = stream_push(tok, stream, token_id)
@@ -272,12 +272,12 @@ def stream_start(tok: Tokenizer, context: Sequence[int] = (), keep_special: bool
 
 
 def stream_push(tok: Tokenizer, stream: Stream, token_id: int) -> tuple[Stream, str]:
-    """Add a token; return the text that is now certain, which joined equals `decode` of all."""
+    """Adds a token; returns the text that is now certain. Joined, all texts equal `decode`."""
     token = tok.backend.id_to_token(token_id)
     if token is None or (token_id in tok.special_ids and not stream.keep_special):
         return stream, ""  # decodes to nothing
     if _BYTE_TOKEN.fullmatch(token):
-        # Byte fallback decodes a run of byte tokens as one: a bad byte spoils the good before it.
+        # Byte fallback decodes a run of byte tokens as one: a bad byte spoils the good ones before.
         return stream._replace(held=(*stream.held, token_id)), ""
     ids = (*stream.seen, *stream.held, token_id)
     text = _certain(tok, stream, ids).removeprefix(_certain(tok, stream, stream.seen))
@@ -285,11 +285,11 @@ def stream_push(tok: Tokenizer, stream: Stream, token_id: int) -> tuple[Stream, 
 
 
 def stream_flush(tok: Tokenizer, stream: Stream) -> str:
-    """The text held back, at the end; an unfinished character comes out as U+FFFD."""
+    """Returns the text held back, at the end. An unfinished character comes out as U+FFFD."""
     text = decode(tok, stream.seen + stream.held, stream.keep_special)
     return text.removeprefix(_certain(tok, stream, stream.seen))
 
 
 def _certain(tok: Tokenizer, stream: Stream, ids: Sequence[int]) -> str:
-    """The text of `ids` but for a last U+FFFD: the next token may complete that character."""
+    """Decodes `ids` without a last U+FFFD, because the next token may complete that character."""
     return decode(tok, ids, stream.keep_special).removesuffix("\ufffd")

@@ -1,8 +1,8 @@
-"""The tiny random models of transformers that the fixtures are made of: a file a family.
+"""The tiny random transformers models from which the fixtures are made, one file per family.
 
-Each file has VARIANTS, by name. No number of devices divides the heads, the widths or the
-vocabularies; in some variant there are fewer key/value heads than devices; and the dimensions of
-one variant are distinct: equal sizes hide swapped axes.
+Each file defines VARIANTS by name. No number of devices divides the heads, the widths or the
+vocabularies. Some variants have fewer key/value heads than there are devices. The dimensions of
+each variant are distinct, because equal sizes hide swapped axes.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ class Variant(NamedTuple):
     seed: int
     config: transformers.PretrainedConfig
     dtype: torch.dtype = torch.float32
-    hub: bool = False  # config.json as it is published, not as transformers 5 writes it
+    hub: bool = False  # config.json as published, not as transformers 5 writes it
     shard: str = "1GB"
-    rewrite: Callable[[Path], None] | None = None  # into another layout that is published
-    finish: Callable[[Path], None] | None = None  # what transformers cannot read, once it is done
-    fp8_scales: torch.dtype | None = None  # the projections are stored in fp8, with such scales
-    mxfp4: bool = False  # experts in 4 bits
-    mtp: bool = False  # with a layer that drafts tokens
+    rewrite: Callable[[Path], None] | None = None  # converts the files to another published layout
+    finish: Callable[[Path], None] | None = None  # last change, once transformers is done
+    fp8_scales: torch.dtype | None = None  # if given, projections are fp8 with scales of this dtype
+    mxfp4: bool = False  # the experts are stored in 4 bits
+    mtp: bool = False  # has an MTP layer, which drafts tokens
 
 
 def yarn_rope(theta: float, factor: float, original: int, **more: Any) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""DeepSeek V3, in float32, bf16 and fp8, with and without a bottleneck for the queries; and V2."""
+"""DeepSeek V3 in float32, bf16 and fp8, with and without a low-rank bottleneck in the queries; and
+DeepSeek V2."""
 
 import json
 from pathlib import Path
@@ -24,8 +25,8 @@ def deepseek(
     deviation: float = 0.25,
     **more: Any,
 ) -> Any:
-    """`ranks` of queries and latents; `widths` of a head without rotation, with it, and of its
-    values; `experts`: their number, those of a token, the shared ones."""
+    """Returns a config. `ranks`: of the queries, of the latents. `widths` of a head: unrotated,
+    rotated, values. `ffn`: dense, expert. `experts`: all, chosen per token, shared."""
     q_rank, kv_rank = ranks
     nope, rope, v = widths
     routed, chosen, shared = experts
@@ -53,8 +54,8 @@ def deepseek(
 
 
 def as_on_the_hub(directory: Path) -> None:
-    """The settings that published files have and transformers 5 does not write, and without those
-    that it writes alone."""
+    """Adds settings that published files have and transformers 5 does not write. Removes those that
+    only transformers 5 writes."""
     file = directory / "config.json"
     config = json.loads(file.read_text())
     for name in ("head_dim", "qk_head_dim", "rope_interleave"):
@@ -69,7 +70,8 @@ def as_on_the_hub(directory: Path) -> None:
 
 
 VARIANTS = {
-    # All that V3 has, in sizes that no number of devices divides. YaRN's ramp is within the pairs.
+    # Everything that V3 has, in sizes that no number of devices divides. YaRN's ramp begins and
+    # ends within the pairs.
     "yarn": Variant(
         1,
         deepseek(
@@ -85,7 +87,8 @@ VARIANTS = {
         ),
         shard="200KB",
     ),
-    # Queries from x in one matrix, no groups, plain weights, no YaRN: the size that a laptop runs.
+    # Like models that a laptop runs: one matrix for the queries, no groups of experts, experts'
+    # weights that are not normalised, no YaRN.
     "small": Variant(
         2,
         deepseek(
@@ -130,7 +133,7 @@ VARIANTS = {
         ),
         dtype=torch.bfloat16,
     ),
-    # Every matrix has partial blocks but those that two devices split.
+    # Every matrix has partial blocks, except those that two devices split.
     "fp8": Variant(
         5,
         deepseek(

@@ -1,4 +1,4 @@
-"""GPT-2, with and without the prefix of transformers."""
+"""GPT-2, with and without the prefix that transformers puts before the names."""
 
 import json
 from pathlib import Path
@@ -26,8 +26,8 @@ def gpt2(width: int, heads: int, vocab: int, layers: int, positions: int, **opti
 
 
 def gpt2_as_on_the_hub(directory: Path) -> None:
-    """Bare names, masks stored beside the weights, a head that repeats the embedding, and a config
-    that says neither dtype nor what is so by default."""
+    """Rewrites the files: names without prefix, masks stored beside the weights, a head that
+    repeats the embedding, and a config that omits the dtype and the defaults."""
     files = directory / "config.json", directory / "model.safetensors"
     config, tensors = json.loads(files[0].read_text()), load_file(files[1])
     tensors = {name.removeprefix("transformer."): x for name, x in tensors.items()}
@@ -44,7 +44,7 @@ def gpt2_as_on_the_hub(directory: Path) -> None:
 
 
 VARIANTS = {
-    # Tables of positions that end shortly behind the longest prompt and its continuation.
+    # The position tables end shortly after the longest prompt and its continuation.
     "prefixed": Variant(1, gpt2(42, 7, 113, 3, 78, layer_norm_epsilon=3e-3)),
     "hub": Variant(2, gpt2(36, 9, 131, 2, 77), rewrite=gpt2_as_on_the_hub),
     "wide_mlp": Variant(

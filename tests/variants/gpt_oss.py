@@ -1,4 +1,4 @@
-"""GPT-OSS, its experts plain and in 4 bits."""
+"""GPT-OSS, with plain experts and with experts in 4 bits."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def gpt_oss(
         **dict(zip(names.split(), sizes, strict=True)),
         head_dim=head_dim,
         sliding_window=8,
-        swiglu_limit=1.5,  # which a third of the numbers pass
+        swiglu_limit=1.5,  # a third of the numbers exceed it
         initializer_range=0.25,
         max_position_embeddings=512,
         bos_token_id=None,
@@ -35,8 +35,8 @@ def gpt_oss(
     )
 
 
-# YaRN's ramps begin and end between two pairs: 0.2 and 1.3 of 3 pairs, 1.3 and 2.7 of 7, 0.6 and
-# 2.1 of 4.
+# Each YaRN ramp begins and ends between two pairs: at 0.2 and 1.3 of 3 pairs, at 1.3 and 2.7 of 7,
+# at 0.6 and 2.1 of 4.
 VARIANTS = {
     "plain": Variant(
         6,

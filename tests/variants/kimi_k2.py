@@ -1,5 +1,5 @@
-"""Kimi K2: DeepSeek V3 without groups, in float32 and fp8. transformers does not know the type, so
-config.json is given it once the goldens are made."""
+"""Kimi K2, which is DeepSeek V3 without groups of experts, in float32 and fp8. transformers does
+not know its model_type, so config.json gets it after the goldens are made."""
 
 import json
 from pathlib import Path

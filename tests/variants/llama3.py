@@ -1,4 +1,4 @@
-"""Llama 3, with rope scaling and without, and in several files."""
+"""Llama 3 with and without rope scaling, and in several files."""
 
 from typing import Any
 
@@ -38,8 +38,8 @@ def llama3_rope(
 
 
 VARIANTS = {
-    # Wavelengths 6.3, 23 and 85 around the bands' edges at 8 and 32: one kept, one between, one
-    # slowed.
+    # Wavelengths 6.3, 23 and 85, with band edges at 8 and 32: the first is kept, the second lies
+    # between, the third is slowed.
     "scaled": Variant(
         1,
         llama(
@@ -68,9 +68,9 @@ VARIANTS = {
             rope_parameters=dict(rope_type="default", rope_theta=700.0),
         ),
     ),
-    # Heads as wide as the GPU kernel takes them.
+    # Heads of a width that the GPU kernel supports.
     "heads_of_16": Variant(6, llama(36, 6, 2, 40, 101, 2, head_dim=16)),
-    # Wavelengths 6.3, 18, 50 and 140 around 10 and 60.
+    # Wavelengths 6.3, 18, 50 and 140, with band edges at 10 and 60.
     "bf16_sharded": Variant(
         5,
         llama(

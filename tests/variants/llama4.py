@@ -1,5 +1,5 @@
-"""Llama 4: with images beside the text, like Scout and like Maverick, and text alone. Chunks of the
-context end, and temperatures change, several times within the prompts."""
+"""Llama 4 with a vision tower, like Scout and like Maverick, and for text alone. Within the
+prompts, attention chunks end and temperatures change several times."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ def llama4(
 
 
 def beside_images(directory: Path) -> None:
-    """The files of a model with a vision tower, its config.json as it is published."""
+    """Converts the files to those of a model with a vision tower, with config.json as published."""
     file, text = directory / "config.json", load_file(directory / "model.safetensors")
     config = json.loads(file.read_text())
     vision = dict(
@@ -64,7 +64,8 @@ def beside_images(directory: Path) -> None:
 
 
 def without(*keys: str) -> Any:
-    """Leaves keys out of config.json, which transformers writes and published files lack."""
+    """Returns a function that removes keys from config.json. transformers writes them; published
+    files lack them."""
 
     def rewrite(directory: Path) -> None:
         file = directory / "config.json"

@@ -1,4 +1,4 @@
-"""Qwen3, dense and mixture of experts, in bf16 and fp8."""
+"""Qwen3, dense and as a mixture of experts, in bf16 and fp8."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def qwen3(
 
 
 def older_name(directory: Path) -> None:
-    """num_experts, as published files spell it."""
+    """Renames num_local_experts to num_experts, the spelling of published files."""
     file = directory / "config.json"
     config = json.loads(file.read_text())
     config["num_experts"] = config.pop("num_local_experts")
@@ -54,7 +54,7 @@ VARIANTS = {
         ),
         hub=True,
     ),
-    # Wavelengths 6.3 to 86; the ramp is between pairs 2 and 7 of 8.
+    # Wavelengths 6.3 to 86; YaRN's ramp is between pairs 2 and 7 of 8.
     "yarn": Variant(
         2,
         qwen3(
@@ -66,7 +66,7 @@ VARIANTS = {
         hub=True,
         dtype=torch.bfloat16,
     ),
-    # The first layer and the last are sparse. YaRN's ramp is between pairs 0.2 and 2.7 of 4.
+    # The first and the last layer are sparse. YaRN's ramp is between pairs 0.2 and 2.7 of 4.
     "moe": Variant(
         3,
         qwen3(
@@ -106,7 +106,7 @@ VARIANTS = {
         hub=True,
         rewrite=older_name,
     ),
-    # All but the widths of the heads are partial blocks; the second layer is sparse.
+    # Every size but the head width leaves a partial block. The second layer is sparse.
     "moe_fp8": Variant(
         5,
         qwen3(
