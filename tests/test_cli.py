@@ -90,7 +90,7 @@ def test_plain_text_of_many_prompts_is_the_text_of_their_records(run):
     args = ["--prompt", "KING.", "--prompt", "Enter", "--max-new-tokens", "12", "--max-len", "64"]
     args += ["--slots", "2"]
     texts = [r["text"] for r in records(run(*args, "--json"))]
-    assert run(*args).stdout == "".join(text + "\n" for text in texts)
+    assert run(*args).stdout == "\n".join(text + "\n" for text in texts)
 
 
 def test_standard_input_is_one_prompt(run):

@@ -42,20 +42,20 @@ def read_model_config(module: ModuleType, hf: dict[str, Any]) -> Any:
         raise error
 
 
-def model_types(file: Path) -> set[Any]:
+def model_types(file: Path) -> list[Any]:
     """Returns the values of `model_type` that a model file accepts, found in its source code."""
     text = file.read_text(encoding="utf-8", errors="replace")
     if "model_types=" not in text:  # a file of another library
-        return set()
+        return []
     calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
-    return {
+    return [
         constant.value
         for call in calls
         for keyword in call.keywords
         if keyword.arg == "model_types"
         for constant in ast.walk(keyword.value)
         if isinstance(constant, ast.Constant)
-    }
+    ]
 
 
 def read_shape(
