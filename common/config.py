@@ -99,13 +99,19 @@ def read_config(
     for key, field in must_equal.items():
         spelling(hf, field, key)
     fields = [name for name in annotations(kind) if name not in fields_read]
+    keys = {name: spelling(hf, name, second_name(kind, name)) for name in fields}
     others = [second_name(kind, name) for name in fields]
     known = {*accepted, *must_equal, *keys_read, *ignored, *INERT, *fields, *others}
     refuse_unknown(hf, known | (rope_keys(kind) if "rope_theta" in fields_read else set()))
     config = kind(**values)
+
+    def key_of(field: str) -> str:
+        return keys.get(field, field)
+
     for field, annotation in annotations(kind).items():
-        for relation in getattr(annotation, "__metadata__", ()):
-            if isinstance(relation, Relation) and (problem := relation.problem(field, config)):
+        for rule in getattr(annotation, "__metadata__", ()):
+            problem = rule.problem(field, config, key_of) if isinstance(rule, Relation) else ""
+            if problem:
                 raise ValueError(f"config.json: {problem}")
     return config
 
@@ -308,6 +314,7 @@ def read_rope(
     scalings: Mapping[str, type] = NOTHING,
     *,
     theta: float,
+    rotated: float = 1.0,
     default: Mapping[str, Any] = NOTHING,
 ) -> dict[str, Any]:
     """The fields of `kind` that say how positions rotate: `rope_theta`, and if `kind` has them
@@ -319,6 +326,7 @@ def read_rope(
     Args:
       scalings: the NamedTuple of each type of scaling that is implemented.
       theta: what the family means if the file gives no `rope_theta`.
+      rotated: what the family means if the file gives no `partial_rotary_factor`.
       default: what the family means if the file gives no settings.
     """
     where = "rope_parameters" if hf.get("rope_scaling") in (None, {}) else "rope_scaling"
@@ -327,12 +335,14 @@ def read_rope(
         raise ValueError(f"config.json: {where}={show(settings)} must be an object")
     where += "."
     fields: dict[str, Any] = {}
-    for field, missing_value in dict(rope_theta=theta, partial_rotary_factor=1.0).items():
+    for field, missing_value in dict(rope_theta=theta, partial_rotary_factor=rotated).items():
         if field in annotations(kind):
             part, at = (settings, where) if field in settings else (hf, "")
             key = spelling(part, field, second_name(kind, field))
             value = part.get(key, missing_value)
             fields[field] = checked(value, annotations(kind)[field], at + key)
+            if part is settings and hf.get(field) is not None:  # has no effect, but must be valid
+                checked(hf[field], annotations(kind)[field], field)
     scaling = settings.get("rope_type", settings.get("type", "default"))
     known = {"rope_type", "type", *fields}
     if scaling == "default":

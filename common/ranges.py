@@ -39,14 +39,20 @@ AtLeast1 = Annotated[float, Rule(lambda x: is_number(x) and x >= 1, "a number of
 Above1 = Annotated[float, Rule(lambda x: is_number(x) and x > 1, "a number above 1")]
 
 
+# A relation's `problem` says what is wrong with a field, or "". `key` maps the name of a field to
+# its key in the file.
+KeyOf = Callable[[str], str]
+
+
 class Divides(NamedTuple):
     """The field must divide another."""
 
     other: str
 
-    def problem(self, name: str, config: Any) -> str:
+    def problem(self, name: str, config: Any, key: KeyOf) -> str:
         value, other = getattr(config, name), getattr(config, self.other)
-        return f"{self.other}={other} is not a multiple of {name}={value}" if other % value else ""
+        problem = f"{key(self.other)}={other} is not a multiple of {key(name)}={value}"
+        return problem if other % value else ""
 
 
 class AtMost(NamedTuple):
@@ -54,9 +60,9 @@ class AtMost(NamedTuple):
 
     other: str
 
-    def problem(self, name: str, config: Any) -> str:
+    def problem(self, name: str, config: Any, key: KeyOf) -> str:
         value, other = getattr(config, name), getattr(config, self.other)
-        return f"{name}={value} is above {self.other}={other}" if value > other else ""
+        return f"{key(name)}={value} is above {key(self.other)}={other}" if value > other else ""
 
 
 class OneEach(NamedTuple):
@@ -64,9 +70,9 @@ class OneEach(NamedTuple):
 
     other: str
 
-    def problem(self, name: str, config: Any) -> str:
+    def problem(self, name: str, config: Any, key: KeyOf) -> str:
         length, other = len(getattr(config, name)), getattr(config, self.other)
-        return f"{length} {name}, but {self.other} is {other}" if length != other else ""
+        return f"{length} {key(name)}, but {key(self.other)} is {other}" if length != other else ""
 
 
 class GroupsOf(NamedTuple):
@@ -77,13 +83,14 @@ class GroupsOf(NamedTuple):
     kept: str
     chosen: str
 
-    def problem(self, name: str, config: Any) -> str:
+    def problem(self, name: str, config: Any, key: KeyOf) -> str:
         groups = getattr(config, name)
         experts, kept, chosen = (getattr(config, field) for field in self)
+        of_groups = f"{key(name)}={groups}"
         if experts % groups or experts < 2 * groups:
-            return f"{experts} experts are not {name}={groups} equal groups of 2 or more"
+            return f"{experts} experts are not {of_groups} equal groups of 2 or more"
         if kept > groups or chosen > kept * (experts // groups):
-            return f"{self.kept}={kept} of {name}={groups} groups have fewer than {chosen} experts"
+            return f"{key(self.kept)}={kept} of {of_groups} groups have fewer than {chosen} experts"
         return ""
 
 

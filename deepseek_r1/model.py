@@ -3,48 +3,52 @@ instead of keys and values, and with MLPs of 256 experts, of which each token us
 
 DeepSeek-V3 Technical Report, arXiv 2412.19437. What differs from llama3, per token and head n:
 
-    q_nope, q_rope = wq[n] norm(wq_a x)            q_rope is rotated
-    latent, k_rope = wkv_a x                       cached, C + R numbers for all heads together: the
+    q_nope, q_rope = wq[n] norm(wq_a h)            h = norm(x); q_rope is rotated
+    latent, k_rope = wkv_a h                       cached, C + R numbers for all heads together: the
                                                    latent is normed, k_rope is rotated
     k_nope, v = wk[n] latent, wv[n] latent         the head's own keys and values; wkv holds wk, wv
     q . k = q_nope . k_nope + q_rope . k_rope
           = (wk[n]^T q_nope) . latent + q_rope . k_rope        so decoding need not make keys
-    x += shared(h) + sum_e p[e] * expert[e](h)     h = norm(x); s = sigmoid(router(h)); e are the X
-                                                   experts with the largest s + bias within the best
+    x += shared(h) + sum_e p[e] * expert[e](h)     s = sigmoid(router(h)); the sum is over the X
+                                                   experts with the largest s + bias in the best
                                                    groups; p is their s, normalised and scaled
-    rope rotates neighbours, elements 2 i and 2 i + 1; YaRN also scales q . k; fp8 stays fp8
+    rope rotates neighbours, elements 2 i and 2 i + 1; YaRN also scales q . k; fp8 weights stay fp8
 
 Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
-heads, Q and C ranks of queries and latents, U unrotated and R rotated numbers of a query or key (H
-= U + R), J numbers of a value, W = C + R rounded up to a multiple of 128, F MLP width, E experts, X
-experts of a token, G groups of experts, V vocabulary, L layers. Inside `shard_map`, and in this
-docstring from here on, B, N, F, E and V are one device's part, and so is S of a cache. For the
-router E is all experts.
+heads, Q the rank of queries, C the rank of latents, U unrotated and R rotated numbers in a query or
+key (H = U + R), J numbers in a value, W = C + R rounded up to a multiple of 128, F MLP width, E
+experts, X experts of a token, G groups of experts, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and shared MLPs are split
-over MODEL, the axes `expert` and `tensor` together. Experts are split over `expert`, and the F of
-each over `tensor`. The positions of a cache are split over `tensor`. wq_a and wkv_a are replicated.
-In one step every device takes part in 2 L + 3 collectives over MODEL, and in up to 35 more if a
-slot samples (its temperature is above 0). All but those on [B, T, D] happen in `sample`:
+over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`,
+the F of each and the positions of a cache over `tensor`. wq_a and wkv_a are replicated. In the rest
+of this docstring, and in functions that run inside `shard_map`, B, N, F, E and V count what one
+device holds, and so does the S of a cache. Only a router's E counts all experts.
 
-    all-reduce [B, T, D]   2 L + 1 times, in the model's dtype: after embedding, attention and MLP
-    all-reduce [B]         2 times, of 4 bytes a slot: the largest logit, the lowest id that has it
-    all-reduce [3, B]      16 times for top-k and 16 for top-p, float32: the search for a threshold
-    all-reduce [B]         2 times, of 4 bytes a slot: the total that top-p refers to, the drawn id
-    all-gather [B]         once, float32: the total probability of the ids of each device
+In one step every device takes part in 2 L + 3 collectives over MODEL, given here with the shapes of
+their results:
 
-If `tensor` has t > 1 devices, each layer adds collectives over `tensor`. For up to FEW_QUERIES (8)
-tokens a slot these are, in `attend_latent`,
+    2 L + 1   all-reduce [B, T, D]   in the model's dtype: after embedding, attention and MLP
+    1         all-reduce [B]         float32, in `sample`: the largest logit
+    1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
+
+If a slot of the device has a temperature above 0, there are up to 35 more in `sample`. A row for
+top-k or top-p counts only if a slot uses it:
+
+    16 + 16   all-reduce [3, B]      float32: the searches for the thresholds of top-k and top-p
+    1         all-reduce [B]         float32, for top-p: the sum of the probabilities after top-k
+    1         all-gather [B, n]      float32: the sums of the probabilities on MODEL's n devices
+    1         all-reduce [B]         int32: the drawn id
+
+If `tensor` has t > 1 devices, each layer adds collectives over `tensor`. If T is at most
+FEW_QUERIES (8), these are three, in `attend_latent`:
 
     all-gather [B, T, N t, C + R]    the queries of t devices, in the model's dtype
     all-gather [t, B, T, N t]        log-sum-exps, float32
     reduce-scatter [B, T, N, C]      the merged results, in the model's dtype
 
-and for more tokens, in `latent_rows`, an all-gather of the cache, [B, S t, W] in its dtype (if
-that is int8, also of the scales, [B, S t]).
-
-`forward` loops over a tuple of layers. With `lax.scan` XLA would copy the weights of each layer:
-always on CPU, and on TPU if a Pallas kernel reads them. `block` is traced once per kind of layer.
+If T is larger, `latent_rows` all-gathers the cache, [B, S t, W] in its dtype. The scales of an int8
+cache follow, [B, S t].
 """
 
 import math
@@ -105,7 +109,7 @@ class Config(NamedTuple):
     intermediate_size: Count
     num_hidden_layers: UpTo10K
     num_attention_heads: UpTo10K
-    q_lora_rank: Count | None  # None: no wq_a, wq makes queries from x
+    q_lora_rank: Count | None  # None: there is no wq_a, and wq is [N * H, D]
     kv_lora_rank: Count
     qk_nope_head_dim: Count
     qk_rope_head_dim: Even
@@ -116,12 +120,12 @@ class Config(NamedTuple):
     n_shared_experts: Count
     num_experts_per_tok: Annotated[Count, AtMost("n_routed_experts")]
     moe_intermediate_size: Count
-    first_k_dense_replace: Index  # layers before the first with experts
+    first_k_dense_replace: Index  # how many layers come before the first with experts
     n_group: Annotated[Count, GroupsOf("n_routed_experts", "topk_group", "num_experts_per_tok")]
     topk_group: Count
     norm_topk_prob: bool
     routed_scaling_factor: Positive
-    scoring_func: Literal["sigmoid", "softmax"]  # softmax, and no bias: DeepSeek V2
+    scoring_func: Literal["sigmoid", "softmax"]  # DeepSeek V2: softmax, and no b_router
     fp8: bool  # quantization_config: the projections are published in 8-bit floats
     num_nextn_predict_layers: Index = 1  # extra layers that draft tokens; mtp.py loads them
     rms_norm_eps: Positive = 1e-6
@@ -139,13 +143,13 @@ class Mlp(NamedTuple):
 
 class Moe(NamedTuple):
     router: Array  # [E, D]
-    b_router: Array | None  # float32 [E], for the choice alone; None if scores are a softmax
+    b_router: Array | None  # float32 [E], added to choose experts; None if scores are a softmax
     experts: Mlp
     shared: Mlp
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array, or an int8 or fp8 form that the loader made. `linear` takes all."""
+    """Each Matrix is an Array, Int8 or Fp8: the loader decides. `linear` accepts all three."""
 
     attn_norm: Array  # [D]
     wq_a: Matrix | None  # [Q, D]
@@ -168,9 +172,10 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0 and clears nothing: no token depends on what lies at or past a length."""
+    slot's length to 0. It clears nothing: what a cache holds past a slot's length has no effect."""
 
-    cache: tuple[RowCache, ...]  # a layer each, rows of latent, rotated key, zeros: [B, 1, S, W]
+    # For each layer [B, 1, S, W]: a row per position, which holds latent, rotated key and zeros.
+    cache: tuple[RowCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
     sampling: Sampling  # arrays of [B]
@@ -192,7 +197,7 @@ class Queries(NamedTuple):
     rope: Array  # [B, T, N, R], rotated
 
 
-# ---- the mathematics: what one device computes, inside `shard_map`
+# ---- the mathematics: from here to `forward`, what each device computes inside `shard_map`
 
 
 def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
@@ -216,7 +221,7 @@ def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndar
     low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, R - 1)  # R and not R / 2, as in the published code
+    low, high = max(low, 0), min(high, R - 1)  # R - 1 is the published bound
     width = high - low if high != low else 0.001  # never 0 / 0
     ramp = np.clip((np.arange(R // 2) - low) / width, 0, 1)
     return (frequency * (1 - ramp) + frequency / yarn.factor * ramp).astype(np.float32)
@@ -249,7 +254,7 @@ def attention_factor(yarn: Yarn | None) -> float:
 
 
 def softmax_scale(config: Config) -> float:
-    """The factor of q . k, rotated and unrotated part together: H**-0.5, and YaRN's square."""
+    """The factor of q . k: H**-0.5. YaRN with mscale_all_dim multiplies it by magnitude(...)**2."""
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     yarn = config.rope_scaling
     if yarn is None or not yarn.mscale_all_dim:
@@ -301,8 +306,8 @@ def attention(
     x_BTD: Array, layer: Layer, cache: RowCache, step: Step, config: Config
 ) -> tuple[Array, RowCache]:
     """Appends T tokens to the cache; each attends to all positions up to its own. Returns the
-    output [B, T, D], summed over own heads, and the cache. For one slot `expanded` computes, in
-    float32,
+    output [B, T, D], summed over own heads, and the cache. For one slot, with `end` tokens
+    after the append, `expanded` computes
 
         k_SNU, v_SNJ = (jnp.einsum("sc,nuc->snu", latent_SC, w) for w in (wk_NUC, wv_NJC))
         rope_NTS = jnp.einsum("tnr,sr->nts", q_rope_TNR, k_rope_SR)
@@ -311,18 +316,18 @@ def attention(
         p_NTS = jax.nn.softmax(jnp.where(seen_TS, score_NTS, -jnp.inf))
         o_TNJ = jnp.einsum("nts,snj->tnj", p_NTS, v_SNJ)
 
-    and `absorbed` computes the same numbers without making keys and values:
+    and `absorbed` computes the same, except for rounding, without making keys and values:
 
         q_TNC = jnp.einsum("tnu,nuc->tnc", q_nope_TNU, wk_NUC)
         score_NTS = (jnp.einsum("tnc,sc->nts", q_TNC, latent_SC) + rope_NTS) * scale
         o_TNC = jnp.einsum("nts,sc->tnc", p_NTS, latent_SC)
         o_TNJ = jnp.einsum("tnc,njc->tnj", o_TNC, wv_NJC)
 
-    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %. Up to
-    FEW_QUERIES (8) queries a slot use `absorbed`, because reading the cache then dominates. More
-    use `expanded`, where a score is a sum of U + R products and not of C + R. For a sliding window,
-    `prefill_attention` takes `window`; `attend_latent` would need an argument for the first
-    position."""
+    Both compute scores, p and o in float32: in bfloat16 a score near 50 is off by up to 0.125, and
+    its probability by 13 %. If T is at most FEW_QUERIES (8), `absorbed` runs: most time then goes
+    into reading the cache. If T is larger, `expanded` runs: most time then goes into arithmetic,
+    and it needs U + R multiplications for a score, not C + R. For a sliding window,
+    `prefill_attention` takes `window`; `attend_latent` would need such an argument."""
     B, T, _ = x_BTD.shape
     q = queries(x_BTD, layer, step, config)
     cache = append_latent(cache, latents(x_BTD, layer, step, config), step.end_B - T)
@@ -348,7 +353,7 @@ def absorbed(q: Queries, layer: Layer, cache: RowCache, step: Step, config: Conf
 
 def expanded(q: Queries, layer: Layer, cache: RowCache, step: Step, config: Config) -> Array:
     """The devices of `tensor` gather the cache; each then makes keys and values for its own heads.
-    [B, T, N, J]."""
+    Returns [B, T, N, J]."""
     C, U, R = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
     rows_BSW = latent_rows(cache, q.nope.dtype)  # own positions -> all; S is all from here on
     B, S, _ = rows_BSW.shape
@@ -372,8 +377,8 @@ def mlp(x_BTD: Array, w: Mlp) -> Array:
 
 
 def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
-    """The weights of each token's experts, and their indices among all E: both [M, X]. Scores are
-    float32. The bias takes part in the choice of experts, and not in their weights."""
+    """The X experts of each token: their weights and their indices in the router, both [M, X].
+    Scores are float32. The bias takes part in the choice of experts alone."""
     logits_ME = linear(x_MD.astype(jnp.float32), w.router.astype(jnp.float32))
     if w.b_router is not None:
         s_ME = jax.nn.sigmoid(logits_ME)
@@ -389,9 +394,9 @@ def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
 
 
 def in_best_groups(choice_ME: Array, best: int, config: Config) -> Array:
-    """Replaces the scores of experts outside a token's topk_group best groups by -inf. (A 0 would
-    win over experts with negative biases.) The score of a group is the sum of its `best`
-    largest."""
+    """Keeps the scores of experts in a token's best groups, of which there are topk_group. Others
+    become -inf. (A 0 would win over a negative s + bias.) The score of a group is the sum of its
+    `best` largest."""
     choice_MGE = choice_ME.reshape(len(choice_ME), config.n_group, -1)  # [M, G, E / G]
     score_MG = lax.top_k(choice_MGE, best)[0].sum(axis=-1)
     group = lax.top_k(score_MG, config.topk_group)[1]  # [M, topk_group]
@@ -405,8 +410,8 @@ def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
 
 
 def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
-    """The shared MLP, and the weighted sum of each token's experts: partial sums over own experts
-    and F. If expert(e, x) is the MLP of expert e, this is y_MD of
+    """The shared MLP, plus the weighted sum of each token's experts. A device returns a partial
+    sum, over its own experts and its own F. The sum over devices is this y_MD:
 
         y_MD = mlp(x_MD, w.shared)
         for m in range(M):
@@ -414,7 +419,7 @@ def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
                 y_MD = y_MD.at[m].add(p * expert(e, x_MD[m]))
 
     Every device routes all tokens of its slots, those of empty slots too, and sorts the M * X rows
-    by expert. It computes the rows of its own experts; the others give zeros."""
+    by expert. It computes the rows of its own experts, and all other rows are zeros."""
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     weight_MX, expert_MX = route(x_MD, w, config)
     groups = group_by_expert(expert_MX, num_experts(w.experts))
@@ -447,17 +452,19 @@ def forward(
     implementation: str = AUTO,
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[RowCache, ...]]:
-    """Appends T tokens to each slot, the last of them at position end_B - 1; none if end_B is 0.
+    """Appends T tokens to each slot, the last at position end_B - 1; skips a slot if its end_B is
+    0. Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are
+    [B, T, V]. With last_B, only token last_B[b] of each slot gets logits, and they are [B, V].
 
-    Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are [B,
-    T, V]; if last_B is given, [B, V] of the tokens at these indices. Differentiable with
-    implementation="reference". For a loss, set the logits of ids >= vocab_size, which are 0, to
-    -inf. The log-sum-exp takes a `pmax` (of `stop_gradient`) and a `psum` of exponentials over
-    MODEL, and the target's logit takes a `psum`.
-    """
+    For a loss, call this with implementation="reference", which is differentiable. Set the logits
+    of ids >= vocab_size to -inf, because these ids only pad the vocabulary. The log-sum-exp is m +
+    log(psum(sum(exp(logits - m)), MODEL)) with m = pmax(stop_gradient(max(logits)), MODEL). One
+    device has the target's logit, and a `psum` brings it to all."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
+    # This is a loop because XLA copies each layer's weights in a `lax.scan`: always on CPU, and on
+    # TPU if a Pallas kernel reads them. `block` is jitted: it is traced once per kind of layer.
     for layer, layer_cache in zip(weights.layers, cache, strict=True):
         x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config)
         caches.append(layer_cache)
@@ -476,12 +483,10 @@ def extend(
     mesh: Mesh,
     implementation: str = AUTO,
 ) -> DecodeState:
-    """Appends the first count_B of T tokens to each slot, and samples the token after them.
-
-    A count of 0 leaves a slot as it is, and length + count must not exceed the capacity. The tokens
-    past count_B are padding: they are computed too, but no later token depends on them, as their
-    keys land at or past the slot's new length. Keys past the capacity are dropped.
-    """
+    """Appends the first count_B of T tokens to each slot, and samples the token after them. The sum
+    of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
+    past count_B are padding. They are computed too, but no later token depends on them, because
+    their keys land at or past the slot's new length. Keys past the capacity are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -500,17 +505,15 @@ def extend(
 
 
 STATIC = ("config", "mesh", "implementation")
-# `serve` prefills a prompt 512 tokens at a time, and pads its last chunk to a power of two: each T
-# has its own program. The `token_B` after the last chunk is the first new one. `state` is donated.
+# `serve` prefills a prompt in pieces of 512 tokens, and pads the last piece to a power of two, so
+# that few values of T are compiled. The token sampled after the last piece begins the reply.
 prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`, unless that is -1.
-
-    slot_B[b] counts the slots of the data shard that holds slot b: nothing moves to another shard.
-    ValueError if the states differ in mesh, capacity or dtype of cache. Not for use inside jit.
-    """
+    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`; -1 copies nothing.
+    Copies stay on their data shard, so slot_B counts the slots of each shard from 0. ValueError if
+    the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -540,7 +543,7 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     v2 = hf.get("model_type") == "deepseek_v2"
     scoring = "softmax" if v2 else "sigmoid"
     # Refused: other router scores, another activation, biases, rotation of halves (i, i + R / 2),
-    # dense layers among those with experts, other ways to choose experts; for V2, norm_topk_prob.
+    # dense layers among those with experts, other ways to choose experts; in V2, norm_topk_prob.
     accepted = dict(scoring_func=scoring, hidden_act=SILU, attention_bias=False, mlp_bias=False)
     accepted |= dict(rope_interleave=True, moe_layer_freq=1)
     fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0)
@@ -570,9 +573,9 @@ STATE_SPEC = DecodeState(cache=P(DATA, None, TENSOR), length_B=SLOTS, token_B=SL
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight. Without `shards` the shapes are the published ones. On a
-    mesh, zeros pad each split dimension to equal parts (fp8: of whole blocks and heads), and the
-    experts must divide. `sample` draws no padded id."""
+    """Shape and partition of every weight. If `shards` has several parts, zeros pad each split
+    dimension until its parts are equal. In fp8 each part consists of whole blocks. The number of
+    experts must be a multiple of the axis `expert`."""
     c, n, fp8, J = config, shards.model, Fp8 if config.fp8 else None, config.v_head_dim
     D, E, V = c.hidden_size, c.n_routed_experts, round_up(c.vocab_size, n)
     Q, C, R, U = c.q_lora_rank, c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim
@@ -640,9 +643,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. `prefix.**` is every name that begins so, and
-    wins over rows with `*`. `Same("x")` is a copy of x: it is compared, and not loaded. Dropped is
-    not loaded. Other names: ValueError."""
+    """Published name -> the weight that it becomes. `*` stands for a number. `prefix.**` stands for
+    all names with that prefix, and wins if a row with `*` fits too. Dropped: the tensor is not
+    loaded. `Same("x")`: it must equal weight x, and is not loaded."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",

@@ -9,24 +9,29 @@ by its position. Each layer adds to x twice, and reads x through a norm each tim
     x += down(gelu(up(norm(x))))     looks at no other token
 
 The logits are the products of norm(x) with the rows of the table in which ids were looked up. The
-keys and values of earlier tokens are kept: they are the cache. The other models here rotate queries
-and keys instead of adding positions, drop means and most biases, gate the MLP, and share keys and
-values among heads.
+keys and values of earlier tokens are kept: they are the cache.
 
-Dimensions: B slots, T query tokens (1 when decoding), S cache positions, D model, N heads, K = N
-heads of keys and values (G = 1), H head dimension, F MLP width, V vocabulary, L layers. Inside
-`shard_map`, and in this docstring from here on, B, N, K, F and V are one device's part.
+Dimensions: B slots, T query tokens (1 when decoding), S cache positions, D model, N query heads, as
+many key/value heads (K = N, G = 1), H head dimension, F MLP width, V vocabulary, L layers.
 
-Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split over MODEL, the axes
-`expert` and `tensor` together. In one step every device takes part in 2 L + 3 collectives over
-MODEL, and in up to 35 more if a slot samples (its temperature is above 0). All but those on [B, T,
-D] happen in `sample`:
+Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split over MODEL, which is
+the axes `expert` and `tensor` taken as one. In the rest of this docstring, and in functions that
+run inside `shard_map`, B, N, K, F and V count what one device holds.
 
-    all-reduce [B, T, D]   2 L + 1 times, in the model's dtype: after embedding, attention and MLP
-    all-reduce [B]         2 times, of 4 bytes a slot: the largest logit, the lowest id that has it
-    all-reduce [3, B]      16 times for top-k and 16 for top-p, float32: the search for a threshold
-    all-reduce [B]         2 times, of 4 bytes a slot: the total that top-p refers to, the drawn id
-    all-gather [B]         once, float32: the total probability of the ids of each device
+In one step every device takes part in 2 L + 3 collectives over MODEL, given here with the shapes of
+their results:
+
+    2 L + 1   all-reduce [B, T, D]   in the model's dtype: after embedding, attention and MLP
+    1         all-reduce [B]         float32, in `sample`: the largest logit
+    1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
+
+If a slot of the device has a temperature above 0, there are up to 35 more in `sample`. A row for
+top-k or top-p counts only if a slot uses it:
+
+    16 + 16   all-reduce [3, B]      float32: the searches for the thresholds of top-k and top-p
+    1         all-reduce [B]         float32, for top-p: the sum of the probabilities after top-k
+    1         all-gather [B, n]      float32: the sums of the probabilities on MODEL's n devices
+    1         all-reduce [B]         int32: the drawn id
 """
 
 from functools import partial
@@ -50,8 +55,7 @@ from common.weights import array, bias, matrix, norm, specs_like
 
 
 class Config(NamedTuple):
-    """The fields of config.json that shape the computation: the library's names, and GPT-2's
-    own."""
+    """The fields of config.json that shape the computation. Some have a second name, of GPT-2."""
 
     vocab_size: Count
     hidden_size: Annotated[Count, "n_embd"]
@@ -64,7 +68,7 @@ class Config(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array, or an int8 or fp8 form that the loader made. `linear` takes all."""
+    """Each Matrix is an Array or an Int8: the loader decides. `linear` accepts both."""
 
     attn_norm: Array  # [D]
     attn_norm_bias: Array  # [D]
@@ -90,9 +94,11 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0 and clears nothing: no token depends on what lies at or past a length."""
+    slot's length to 0. It clears nothing: what a cache holds past a slot's length has no effect."""
 
-    cache: tuple[LayerCache, ...]  # a layer each: keys and values, [B, K, S, H] or in one array
+    # For each layer two arrays of [B, K, S, H]: keys, and values. If H is not a multiple of
+    # 128, they share one array, [B, K, S, 2 * H].
+    cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
     sampling: Sampling  # arrays of [B]
@@ -105,7 +111,7 @@ class Step(NamedTuple):
     implementation: Impl  # of the kernels
 
 
-# ---- the mathematics: what one device computes, inside `shard_map`
+# ---- the mathematics: from here to `forward`, what each device computes inside `shard_map`
 
 
 def layer_norm(x: Array, weight_D: Array, bias_D: Array, eps: float) -> Array:
@@ -127,16 +133,16 @@ def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
     """Appends T tokens to the cache; each attends to all positions up to its own. Returns the
-    output [B, T, D], summed over own heads without the bias, and the cache. For one slot `attend`
-    computes, in float32,
+    output [B, T, D], summed over own heads without the bias, and the cache. For one slot,
+    with `end` tokens after the append, `attend` computes in float32:
 
         score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
         seen_TS = jnp.arange(S) <= end + jnp.arange(-T, 0)[:, None]
         p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
         o_TKGH = jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
 
-    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %. `attend`
-    takes `window`, `chunk` and `sinks_N` too, for sliding windows, chunks and sinks."""
+    Why float32: in bfloat16 a score near 50 is off by up to 0.125, and its probability by 13 %.
+    `attend` takes `window` for sliding windows (see gpt_oss), `chunk` for chunks (see llama4)."""
     (B, T, _), H = x_BTD.shape, config.head_dim
     projections = jnp.split(linear(x_BTD, layer.w_qkv) + layer.b_qkv, 3, axis=-1)
     q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, H) for x in projections)
@@ -157,7 +163,7 @@ def block(
 ) -> tuple[Array, LayerCache]:
     h_BTD = layer_norm(x_BTD, layer.attn_norm, layer.attn_norm_bias, config.layer_norm_epsilon)
     o_BTD, cache = attention(h_BTD, layer, cache, step, config)
-    # Without the brackets, XLA on CPU repeats the additions wherever x is read.
+    # x + (sum + bias), in this order: else XLA on CPU repeats the additions wherever it reads x.
     x_BTD = x_BTD + (lax.psum(o_BTD, MODEL) + layer.bo)  # partial sums over own heads -> replicated
     h_BTD = layer_norm(x_BTD, layer.mlp_norm, layer.mlp_norm_bias, config.layer_norm_epsilon)
     o_BTD = mlp(h_BTD, layer)
@@ -174,14 +180,14 @@ def forward(
     implementation: str = AUTO,
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
-    """Appends T tokens to each slot, the last of them at position end_B - 1; none if end_B is 0.
+    """Appends T tokens to each slot, the last at position end_B - 1; skips a slot if its end_B is
+    0. Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are
+    [B, T, V]. With last_B, only token last_B[b] of each slot gets logits, and they are [B, V].
 
-    Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are [B,
-    T, V]; if last_B is given, [B, V] of the tokens at these indices. Differentiable with
-    implementation="reference". For a loss, set the logits of ids >= vocab_size, which are 0, to
-    -inf. The log-sum-exp takes a `pmax` (of `stop_gradient`) and a `psum` of exponentials over
-    MODEL, and the target's logit takes a `psum`.
-    """
+    For a loss, call this with implementation="reference", which is differentiable. Set the logits
+    of ids >= vocab_size to -inf, because these ids only pad the vocabulary. The log-sum-exp is m +
+    log(psum(sum(exp(logits - m)), MODEL)) with m = pmax(stop_gradient(max(logits)), MODEL). One
+    device has the target's logit, and a `psum` brings it to all."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     # A skipped slot has positions below 0, and padding may lie past the end of the table.
     position_BT = jnp.clip(position_BT, 0, len(weights.positions) - 1)
@@ -204,12 +210,10 @@ def extend(
     mesh: Mesh,
     implementation: str = AUTO,
 ) -> DecodeState:
-    """Appends the first count_B of T tokens to each slot, and samples the token after them.
-
-    A count of 0 leaves a slot as it is, and length + count must not exceed the capacity. The tokens
-    past count_B are padding: they are computed too, but no later token depends on them, as their
-    keys land at or past the slot's new length. Keys past the capacity are dropped.
-    """
+    """Appends the first count_B of T tokens to each slot, and samples the token after them. The sum
+    of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
+    past count_B are padding. They are computed too, but no later token depends on them, because
+    their keys land at or past the slot's new length. Keys past the capacity are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -228,17 +232,15 @@ def extend(
 
 
 STATIC = ("config", "mesh", "implementation")
-# `serve` prefills a prompt 512 tokens at a time, and pads its last chunk to a power of two: each T
-# has its own program. The `token_B` after the last chunk is the first new one. `state` is donated.
+# `serve` prefills a prompt in pieces of 512 tokens, and pads the last piece to a power of two, so
+# that few values of T are compiled. The token sampled after the last piece begins the reply.
 prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`, unless that is -1.
-
-    slot_B[b] counts the slots of the data shard that holds slot b: nothing moves to another shard.
-    ValueError if the states differ in mesh, capacity or dtype of cache. Not for use inside jit.
-    """
+    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`; -1 copies nothing.
+    Copies stay on their data shard, so slot_B counts the slots of each shard from 0. ValueError if
+    the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -275,9 +277,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight. Without `shards` the shapes are the published ones. On a
-    mesh, zeros pad each split dimension to equal parts; `sample` never draws a padded id. The
-    matrices of the layers are stored as `Transposed`, [in, out]."""
+    """Shape and partition of every weight. If `shards` has several parts, zeros pad each split
+    dimension until its parts are equal. Layers keep matrices as `Transposed`, [in, out]."""
     c, n = config, shards.model
     NH = len(split_heads(c.num_attention_heads, c.num_attention_heads, n).query) * c.head_dim
     D, F, V = c.hidden_size, round_up(c.intermediate_size, n), round_up(c.vocab_size, n)
@@ -308,8 +309,7 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions. The cache has this dtype, which may be fp8 or int8. If H
-    is not a multiple of 128, values and keys are side by side in one array, [B, K, S, 2 * H]."""
+    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8."""
     heads = split_heads(config.num_attention_heads, config.num_attention_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
     return DecodeState(
@@ -321,8 +321,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. An Order sorts heads by device. `Same("x")` is
-    a copy of x: it is compared, and not loaded. None is not loaded. Other names: ValueError."""
+    """Published name -> the weight that it becomes. An Order lays each device's heads side by side.
+    None: the tensor is not loaded. `Same("x")`: it must equal weight x, and is not loaded."""
     blocks = split_fused(config.num_attention_heads, shards.model)
     qkv = partial(Order, size=config.head_dim, blocks=blocks)
     table: Table = {
@@ -342,9 +342,9 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         "h.*.mlp.c_proj.bias": "layers.*.b_down",
         "ln_f.weight": "norm",
         "ln_f.bias": "norm_bias",
-        "h.*.attn.bias": None,  # the causal mask, and the score that it gives
-        "h.*.attn.masked_bias": None,
+        "h.*.attn.bias": None,  # the causal mask
+        "h.*.attn.masked_bias": None,  # the score of a masked position
     }
-    # Hub files have the bare names, those that transformers writes the prefixed ones.
+    # Files on the hub have these names. In files that transformers writes, they have a prefix.
     prefixed = {f"transformer.{name}": row for name, row in table.items()}
     return prefixed | table | {"lm_head.weight": Same("embed")}

@@ -4,9 +4,9 @@ published so. Attention slides in every other layer, and each head has a sink.
 gpt-oss-120b & gpt-oss-20b Model Card, arXiv 2508.10925. What differs from llama3:
 
     o[n] = sum_s exp(score[n, s]) v[s] / (exp(sink[n]) + sum_s exp(score[n, s]))
-                                                   the sink is a learned score that has no value
+                                                   the sink is a learned score without a value
     a sliding layer sees the last `sliding_window` positions, a full layer sees all
-    x += sum_e p[e] * (down[e](h) + b[e])          e are the X experts with the largest
+    x += sum_e p[e] * (down[e](h) + b[e])          the sum is over the X experts with the largest
                                                    router(norm(x)); p is the softmax of these X
     h = (up[e] + 1) * gate[e] * sigmoid(1.702 * gate[e])
                                                    up is clamped to +-swiglu_limit, gate from above
@@ -14,22 +14,27 @@ gpt-oss-120b & gpt-oss-20b Model Card, arXiv 2508.10925. What differs from llama
 
 Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
 query heads, K key/value heads with G = N / K queries each, H head dimension, F MLP width, E
-experts, X experts of a token, V vocabulary, L layers. Inside `shard_map`, and in this docstring
-from here on, B, N, K, F, E and V are one device's part. For the router E is all experts.
+experts, X experts of a token, V vocabulary, L layers.
 
-Slots are split over the mesh axis `data`. Heads and vocabulary are split over MODEL, the axes
-`expert` and `tensor` together. Experts are split over `expert`, and the F of each over `tensor`. In
-one step every device takes part in 2 L + 3 collectives over MODEL, and in up to 35 more if a slot
-samples (its temperature is above 0). All but those on [B, T, D] happen in `sample`:
+Slots are split over the mesh axis `data`. Heads and vocabulary are split over MODEL, which is the
+axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of each over
+`tensor`. In the rest of this docstring, and in functions that run inside `shard_map`, B, N, K, F, E
+and V count what one device holds. Only a router's E counts all experts.
 
-    all-reduce [B, T, D]   2 L + 1 times, in the model's dtype: after embedding, attention and MLP
-    all-reduce [B]         2 times, of 4 bytes a slot: the largest logit, the lowest id that has it
-    all-reduce [3, B]      16 times for top-k and 16 for top-p, float32: the search for a threshold
-    all-reduce [B]         2 times, of 4 bytes a slot: the total that top-p refers to, the drawn id
-    all-gather [B]         once, float32: the total probability of the ids of each device
+In one step every device takes part in 2 L + 3 collectives over MODEL, given here with the shapes of
+their results:
 
-`forward` loops over a tuple of layers. With `lax.scan` XLA would copy the weights of each layer:
-always on CPU, and on TPU if a Pallas kernel reads them. `block` is traced once per kind of layer.
+    2 L + 1   all-reduce [B, T, D]   in the model's dtype: after embedding, attention and MLP
+    1         all-reduce [B]         float32, in `sample`: the largest logit
+    1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
+
+If a slot of the device has a temperature above 0, there are up to 35 more in `sample`. A row for
+top-k or top-p counts only if a slot uses it:
+
+    16 + 16   all-reduce [3, B]      float32: the searches for the thresholds of top-k and top-p
+    1         all-reduce [B]         float32, for top-p: the sum of the probabilities after top-k
+    1         all-gather [B, n]      float32: the sums of the probabilities on MODEL's n devices
+    1         all-reduce [B]         int32: the drawn id
 """
 
 import math
@@ -110,12 +115,12 @@ class Moe(NamedTuple):
 
 
 class Sliding(NamedTuple):
-    """Marks a layer whose queries see the last `sliding_window` positions. It has no arrays: it is
-    part of the structure of the weights, which jit knows while it traces."""
+    """Marks a layer whose queries see the last `sliding_window` positions. It holds no arrays, so
+    `if layer.sliding is None` is decided while jit traces."""
 
 
 class Layer(NamedTuple):
-    """A Matrix is a plain array, or a quantised form that the loader made. `linear` takes all."""
+    """Each Matrix is an Array, Int8 or Mxfp4: the loader decides. `linear` accepts all three."""
 
     sliding: Sliding | None
     attn_norm: Array  # [D]
@@ -141,9 +146,10 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0 and clears nothing: no token depends on what lies at or past a length."""
+    slot's length to 0. It clears nothing: what a cache holds past a slot's length has no effect."""
 
-    # Rotated keys and values of each layer, two arrays of [B, K, S, H] or one of both.
+    # For each layer two arrays of [B, K, S, H]: rotated keys, and values. If H is not a multiple of
+    # 128, they share one array, [B, K, S, 2 * H].
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
@@ -159,7 +165,7 @@ class Step(NamedTuple):
     implementation: Impl  # of the kernels
 
 
-# ---- the mathematics: what one device computes, inside `shard_map`
+# ---- the mathematics: from here to `forward`, what each device computes inside `shard_map`
 
 
 def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
@@ -183,7 +189,7 @@ def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndar
     low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, R - 1)  # R and not R / 2, as in the published code
+    low, high = max(low, 0), min(high, R - 1)  # R - 1 is the published bound
     width = high - low if high != low else 0.001  # never 0 / 0
     ramp = np.clip((np.arange(R // 2) - low) / width, 0, 1)
     return (frequency * (1 - ramp) + frequency / yarn.factor * ramp).astype(np.float32)
@@ -230,9 +236,10 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache; each attends to all positions up to its own, or in a sliding
-    layer to the last `sliding_window` of them. Returns the output [B, T, D], summed over own heads,
-    and the cache. For one slot `attend` computes, in float32 (`window` is S in a full layer),
+    """Appends T tokens to the cache. In a full layer each attends to all positions up to its own,
+    in a sliding layer to the last `sliding_window` of them. Returns the output [B, T, D], summed
+    over own heads, and the cache. For one slot, with `end` tokens after the append, `attend`
+    computes this in float32; in full layers `window` is S:
 
         score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
         behind_TS = end + jnp.arange(-T, 0)[:, None] - jnp.arange(S)
@@ -242,7 +249,7 @@ def attention(
         p_KGTS = jax.nn.softmax(jnp.concatenate([score_KGTS, sink_KGT1], -1))[..., :-1]
         o_TKGH = jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
 
-    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %."""
+    Why float32: in bfloat16 a score near 50 is off by up to 0.125, and its probability by 13 %."""
     (B, T, _), H = x_BTD.shape, config.head_dim
     matrices = (layer.wq, layer.bq), (layer.wk, layer.bk), (layer.wv, layer.bv)
     q_BTNH, k_BTKH, v_BTKH = ((linear(x_BTD, w) + b).reshape(B, T, -1, H) for w, b in matrices)
@@ -255,7 +262,7 @@ def attention(
 
 
 def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
-    """The weights of each token's experts, and their indices among all E: both [M, X]."""
+    """The X experts of each token: their weights and their indices in the router, both [M, X]."""
     logits_ME = linear(x_MD, w.router, jnp.float32) + w.b_router
     logits_MX, expert_MX = lax.top_k(logits_ME, config.num_experts_per_tok)
     return jax.nn.softmax(logits_MX).astype(x_MD.dtype), expert_MX
@@ -271,13 +278,13 @@ def swiglu(gate_up: Array, limit: float) -> Array:
 def experts(x: Array, w: Experts, dot: Callable[..., Array], limit: float) -> Array:
     """Each row through the MLP of its expert. `dot` multiplies a row by its own expert's matrix."""
     h = swiglu(dot(x, w.w_gate_up, bias_EO=w.b_gate_up), limit)
-    b_down = jnp.where(lax.axis_index(TENSOR) == 0, w.b_down, 0)  # the first of `tensor` adds it
+    b_down = jnp.where(lax.axis_index(TENSOR) == 0, w.b_down, 0)  # one device adds it: psum follows
     return dot(h, w.w_down, bias_EO=b_down)
 
 
 def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
-    """The weighted sum of each token's experts: partial sums over own experts and F. If expert(e,
-    x) is the MLP of expert e, this is y_MD of
+    """The weighted sum of each token's experts. A device returns a partial sum, over its own
+    experts and its own F. The sum over devices is y_MD, where expert(e, x) is the MLP of expert e:
 
         y_MD = jnp.zeros_like(x_MD)
         for m in range(M):
@@ -285,7 +292,7 @@ def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
                 y_MD = y_MD.at[m].add(p * expert(e, x_MD[m]))
 
     Every device routes all tokens of its slots, those of empty slots too, and sorts the M * X rows
-    by expert. It computes the rows of its own experts; the others give zeros."""
+    by expert. It computes the rows of its own experts, and all other rows are zeros."""
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     weight_MX, expert_MX = route(x_MD, w, config)
     groups = group_by_expert(expert_MX, num_experts(w.experts))
@@ -300,7 +307,7 @@ def block(
 ) -> tuple[Array, LayerCache]:
     h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
     o_BTD, cache = attention(h_BTD, layer, cache, step, config)
-    # Without the brackets, XLA on CPU repeats the additions wherever x is read.
+    # x + (sum + bias), in this order: else XLA on CPU repeats the additions wherever it reads x.
     x_BTD = x_BTD + (lax.psum(o_BTD, MODEL) + layer.bo)  # partial sums over own heads -> replicated
     h_BTD = rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps)
     o_BTD = moe(h_BTD, layer.mlp, step, config)
@@ -317,17 +324,19 @@ def forward(
     implementation: str = AUTO,
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
-    """Appends T tokens to each slot, the last of them at position end_B - 1; none if end_B is 0.
+    """Appends T tokens to each slot, the last at position end_B - 1; skips a slot if its end_B is
+    0. Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are
+    [B, T, V]. With last_B, only token last_B[b] of each slot gets logits, and they are [B, V].
 
-    Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are [B,
-    T, V]; if last_B is given, [B, V] of the tokens at these indices. Differentiable with
-    implementation="reference". For a loss, set the logits of ids >= vocab_size, which are 0, to
-    -inf. The log-sum-exp takes a `pmax` (of `stop_gradient`) and a `psum` of exponentials over
-    MODEL, and the target's logit takes a `psum`.
-    """
+    For a loss, call this with implementation="reference", which is differentiable. Set the logits
+    of ids >= vocab_size to -inf, because these ids only pad the vocabulary. The log-sum-exp is m +
+    log(psum(sum(exp(logits - m)), MODEL)) with m = pmax(stop_gradient(max(logits)), MODEL). One
+    device has the target's logit, and a `psum` brings it to all."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
+    # This is a loop because XLA copies each layer's weights in a `lax.scan`: always on CPU, and on
+    # TPU if a Pallas kernel reads them. `block` is jitted: it is traced once per kind of layer.
     for layer, layer_cache in zip(weights.layers, cache, strict=True):
         x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config)
         caches.append(layer_cache)
@@ -346,12 +355,10 @@ def extend(
     mesh: Mesh,
     implementation: str = AUTO,
 ) -> DecodeState:
-    """Appends the first count_B of T tokens to each slot, and samples the token after them.
-
-    A count of 0 leaves a slot as it is, and length + count must not exceed the capacity. The tokens
-    past count_B are padding: they are computed too, but no later token depends on them, as their
-    keys land at or past the slot's new length. Keys past the capacity are dropped.
-    """
+    """Appends the first count_B of T tokens to each slot, and samples the token after them. The sum
+    of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
+    past count_B are padding. They are computed too, but no later token depends on them, because
+    their keys land at or past the slot's new length. Keys past the capacity are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -370,17 +377,15 @@ def extend(
 
 
 STATIC = ("config", "mesh", "implementation")
-# `serve` prefills a prompt 512 tokens at a time, and pads its last chunk to a power of two: each T
-# has its own program. The `token_B` after the last chunk is the first new one. `state` is donated.
+# `serve` prefills a prompt in pieces of 512 tokens, and pads the last piece to a power of two, so
+# that few values of T are compiled. The token sampled after the last piece begins the reply.
 prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`, unless that is -1.
-
-    slot_B[b] counts the slots of the data shard that holds slot b: nothing moves to another shard.
-    ValueError if the states differ in mesh, capacity or dtype of cache. Not for use inside jit.
-    """
+    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`; -1 copies nothing.
+    Copies stay on their data shard, so slot_B counts the slots of each shard from 0. ValueError if
+    the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -427,9 +432,9 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight. Without `shards` the shapes are the published ones. On a
-    mesh, zeros pad each split dimension to equal parts (mxfp4: of whole groups), key/value heads
-    are repeated if they are too few, and the experts must divide. `sample` draws no padded id."""
+    """Shape and partition of every weight. If `shards` has several parts, zeros pad each split
+    dimension until its parts are equal. In mxfp4 a part is made of whole groups. Key/value heads
+    are repeated if there are too few. The axis `expert` must divide the number of experts."""
     c, n, mxfp4 = config, shards.model, Mxfp4 if config.mxfp4 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     N, q, kv = len(heads.query), len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -471,8 +476,7 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions. The cache has this dtype, which may be fp8 or int8. If H
-    is not a multiple of 128, values and keys are side by side in one array, [B, K, S, 2 * H]."""
+    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
     return DecodeState(
@@ -484,9 +488,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. An Order sorts heads or rows by device; Axes
-    says how axes are stored. `Same("x")` is a copy of x: it is compared, and not loaded. Other
-    names: ValueError."""
+    """Published name -> the weight that it becomes. An Order lays each device's heads side by side.
+    SPLIT: the file has the last axis as two. SWAPPED swaps the last two axes.
+    `Same("x")`: the tensor must equal weight x, and is not loaded."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {
@@ -498,10 +502,7 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         "model.layers.*.self_attn.k_proj.bias": ("layers.*.bk", kv(axis=0)),
         "model.layers.*.self_attn.v_proj.weight": ("layers.*.wv", kv(axis=0)),
         "model.layers.*.self_attn.v_proj.bias": ("layers.*.bv", kv(axis=0)),
-        "model.layers.*.self_attn.sinks": (
-            "layers.*.sinks",
-            Order(axis=0, size=1, blocks=heads.query),
-        ),
+        "model.layers.*.self_attn.sinks": ("layers.*.sinks", Order(0, 1, heads.query)),
         "model.layers.*.self_attn.o_proj.weight": ("layers.*.wo", query(axis=1)),
         "model.layers.*.self_attn.o_proj.bias": "layers.*.bo",
         "model.layers.*.post_attention_layernorm.weight": "layers.*.mlp_norm",

@@ -1,37 +1,41 @@
-"""Llama 4 in one file, the text of Scout and Maverick: llama3 in which three layers of four rotate
-and see their own chunk of the context, while the fourth sees all of it without positions; and in
-which a token goes through one of many large experts, and through one MLP that all tokens share.
+"""Llama 4 in one file, the text part of Scout and Maverick. It is llama3 with layers of two kinds:
+three of four rotate queries and keys, and look at their own chunk of the context; the fourth has no
+rotation, and looks at all of it. Sparse layers also send a token through one of many large experts.
 
-The Llama 4 herd, ai.meta.com/blog/llama-4-multimodal-intelligence. What differs from llama3:
+The Llama 4 herd, ai.meta.com/blog/llama-4-multimodal-intelligence. In detail, with h = norm(x) and
+l2(x) = x / rms(x) (without use_qk_norm, l2(x) = x):
 
-    rotary layers       q, k = l2(rope(q)), l2(rope(k)); a query at position p sees the positions
-                        up to its own that have the same p // attention_chunk_size
-    other layers        q *= 1 + attn_scale * ln(1 + floor((p + 1) / floor_scale)); no rope, and a
-                        query sees all positions up to its own
-    x += shared(h) + sum_e expert[e](score[e] * h)
-                                                   h = norm(x); e are the X experts with the largest
-                                                   router(h), and score is the sigmoid of that
+    rotary layers       q, k = l2(rope(q)), l2(rope(k)); a query sees the positions of its own
+                        chunk, which has attention_chunk_size positions, up to its own
+    other layers        q *= 1 + attn_scale * ln(1 + floor((p + 1) / floor_scale)) at position p;
+                        no rope, and a query sees all positions up to its own
+    sparse layers       x += shared(h) + sum_e expert[e](score[e] * h); the sum is over the X
+                        experts with the largest router(h), and score = sigmoid(router(h))
     rope rotates neighbours, elements 2 i and 2 i + 1, in float32
 
 Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
 query heads, K key/value heads with G = N / K queries each, H head dimension, F MLP width, E
-experts, X experts of a token, V vocabulary, L layers. Inside `shard_map`, and in this docstring
-from here on, B, N, K, F, E and V are one device's part. For the router E is all experts.
+experts, X experts of a token, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and shared MLPs are split
-over MODEL, the axes `expert` and `tensor` together. Experts are split over `expert`, and the F of
-each over `tensor`. In one step every device takes part in 2 L + 3 collectives over MODEL, and in up
-to 35 more if a slot samples (its temperature is above 0). All but those on [B, T, D] happen in
-`sample`:
+over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`,
+and the F of each over `tensor`. In the rest of this docstring, and in functions that run inside
+`shard_map`, B, N, K, F, E and V count what one device holds. Only a router's E counts all experts.
 
-    all-reduce [B, T, D]   2 L + 1 times, in the model's dtype: after embedding, attention and MLP
-    all-reduce [B]         2 times, of 4 bytes a slot: the largest logit, the lowest id that has it
-    all-reduce [3, B]      16 times for top-k and 16 for top-p, float32: the search for a threshold
-    all-reduce [B]         2 times, of 4 bytes a slot: the total that top-p refers to, the drawn id
-    all-gather [B]         once, float32: the total probability of the ids of each device
+In one step every device takes part in 2 L + 3 collectives over MODEL, given here with the shapes of
+their results:
 
-`forward` loops over a tuple of layers. With `lax.scan` XLA would copy the weights of each layer:
-always on CPU, and on TPU if a Pallas kernel reads them. `block` is traced once per kind of layer.
+    2 L + 1   all-reduce [B, T, D]   in the model's dtype: after embedding, attention and MLP
+    1         all-reduce [B]         float32, in `sample`: the largest logit
+    1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
+
+If a slot of the device has a temperature above 0, there are up to 35 more in `sample`. A row for
+top-k or top-p counts only if a slot uses it:
+
+    16 + 16   all-reduce [3, B]      float32: the searches for the thresholds of top-k and top-p
+    1         all-reduce [B]         float32, for top-p: the sum of the probabilities after top-k
+    1         all-gather [B, n]      float32: the sums of the probabilities on MODEL's n devices
+    1         all-reduce [B]         int32: the drawn id
 """
 
 import math
@@ -94,11 +98,11 @@ class Config(NamedTuple):
     rope_scaling: RopeScaling | None
     num_local_experts: UpTo10K
     num_experts_per_tok: Annotated[Count, AtMost("num_local_experts")]
-    multimodal: bool  # text_config: names have a prefix, and there are weights of a vision tower
+    multimodal: bool  # a vision tower lies beside the text model, whose names have a prefix
     moe_layers: tuple[Index, ...] | None = None  # None: every interleave_moe_layer_step-th
     interleave_moe_layer_step: Count = 1
-    no_rope_layers: tuple[Literal[0, 1], ...] = ()  # 1: a rotary layer; (): the next line counts
-    no_rope_layer_interval: Count = 4  # the last of so many layers is not rotary
+    no_rope_layers: tuple[Literal[0, 1], ...] = ()  # 1: a rotary layer; if (), the interval decides
+    no_rope_layer_interval: Count = 4  # the last layer of each interval is not rotary
     use_qk_norm: bool = True
     attention_chunk_size: Count = 8192
     attn_temperature_tuning: bool = True
@@ -129,12 +133,12 @@ class Moe(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Marks a layer that rotates queries and keys, and whose queries see their own chunk. It has no
-    arrays: it is part of the structure of the weights, which jit knows while it traces."""
+    """Marks a layer that rotates queries and keys, and whose queries see their own chunk. It
+    holds no arrays, so `if layer.rotary is None` is decided while jit traces."""
 
 
 class Layer(NamedTuple):
-    """A Matrix is an array, or an int8 or fp8 form that the loader made. `linear` takes all."""
+    """Each Matrix is an Array or an Int8: the loader decides. `linear` accepts both."""
 
     rotary: Rotary | None
     attn_norm: Array  # [D]
@@ -155,9 +159,11 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0 and clears nothing: no token depends on what lies at or past a length."""
+    slot's length to 0. It clears nothing: what a cache holds past a slot's length has no effect."""
 
-    cache: tuple[LayerCache, ...]  # a layer each: keys and values, [B, K, S, H] or in one array
+    # For each layer two arrays of [B, K, S, H]: keys, and values. If H is not a multiple of
+    # 128, they share one array, [B, K, S, 2 * H].
+    cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
     sampling: Sampling  # arrays of [B]
@@ -173,7 +179,7 @@ class Step(NamedTuple):
     implementation: Impl  # of the kernels
 
 
-# ---- the mathematics: what one device computes, inside `shard_map`
+# ---- the mathematics: from here to `forward`, what each device computes inside `shard_map`
 
 
 def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
@@ -184,7 +190,7 @@ def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
 
 
 def l2_norm(x: Array, eps: float) -> Array:
-    """x / rms(x) in float32."""
+    """x / rms(x) in float32: the published code calls this an L2 norm."""
     x32 = x.astype(jnp.float32)
     return (x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
@@ -197,7 +203,7 @@ def rope_frequencies(config: Config) -> np.ndarray:
     if config.rope_scaling is None:
         return frequency
     factor, low, high, original = config.rope_scaling
-    rotations = original * frequency / (2 * math.pi)  # how often each pair rotates in that context
+    rotations = original * frequency / (2 * math.pi)  # full turns within `original` positions
     smooth = np.clip((rotations - low) / max(high - low, 1e-9), 0, 1)  # 1e-9: never 0 / 0
     return ((1 - smooth) * frequency / factor + smooth * frequency).astype(np.float32)
 
@@ -237,9 +243,10 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache; each attends to all positions up to its own, in a rotary layer
-    to those of its own chunk. Returns the output [B, T, D], summed over own heads, and the cache.
-    For one slot `attend` computes, in float32, with `chunk` = S if the layer is not rotary,
+    """Appends T tokens to the cache. Each attends to the positions up to its own: in a rotary layer
+    to those in its own chunk, in other layers to all. Returns the output [B, T, D], summed over own
+    heads, and the cache. For one slot, with `end` tokens after the append, `attend` computes
+    this in float32; in layers that are not rotary, `chunk` is S:
 
         score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
         position_T1, position_S = end + jnp.arange(-T, 0)[:, None], jnp.arange(S)
@@ -247,8 +254,8 @@ def attention(
         p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
         o_TKGH = jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
 
-    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %. `attend`
-    takes `window` and `sinks_N` too, for sliding windows and sinks."""
+    Why float32: in bfloat16 a score near 50 is off by up to 0.125, and its probability by 13 %.
+    `attend` takes `window` for sliding windows (see gpt_oss)."""
     (B, T, _), H = x_BTD.shape, config.head_dim
     projections = (linear(x_BTD, w) for w in (layer.wq, layer.wk, layer.wv))
     q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, H) for x in projections)
@@ -271,7 +278,7 @@ def mlp(x_BTD: Array, w: Mlp) -> Array:
 
 
 def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
-    """The scores of each token's experts, and their indices among all E: both [M, X]."""
+    """The X experts of each token: their scores and their indices in the router, both [M, X]."""
     logits_MX, expert_MX = lax.top_k(linear(x_MD, w.router), config.num_experts_per_tok)
     return jax.nn.sigmoid(logits_MX.astype(jnp.float32)).astype(x_MD.dtype), expert_MX
 
@@ -283,8 +290,9 @@ def experts(x: Array, w: Experts, dot: Callable[..., Array]) -> Array:
 
 
 def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
-    """The shared MLP, and the sum of each token's experts, whose scores scale their input: partial
-    sums over own experts and F. If expert(e, x) is the MLP of expert e, this is y_MD of
+    """The shared MLP, plus the sum of each token's experts. A token is multiplied by the score of
+    an expert before it enters the expert. A device returns a partial sum, over its own
+    experts and its own F. The sum over devices is y_MD, where expert(e, x) is the MLP of expert e:
 
         y_MD = mlp(x_MD, w.shared)
         for m in range(M):
@@ -292,7 +300,7 @@ def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
                 y_MD = y_MD.at[m].add(expert(e, score * x_MD[m]))
 
     Every device routes all tokens of its slots, those of empty slots too, and sorts the M * X rows
-    by expert. It computes the rows of its own experts; the others give zeros."""
+    by expert. It computes the rows of its own experts, and all other rows are zeros."""
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     score_MX, expert_MX = route(x_MD, w, config)
     groups = group_by_expert(expert_MX, num_experts(w.experts))
@@ -325,18 +333,20 @@ def forward(
     implementation: str = AUTO,
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
-    """Appends T tokens to each slot, the last of them at position end_B - 1; none if end_B is 0.
+    """Appends T tokens to each slot, the last at position end_B - 1; skips a slot if its end_B is
+    0. Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are
+    [B, T, V]. With last_B, only token last_B[b] of each slot gets logits, and they are [B, V].
 
-    Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are [B,
-    T, V]; if last_B is given, [B, V] of the tokens at these indices. Differentiable with
-    implementation="reference". For a loss, set the logits of ids >= vocab_size, which are 0, to
-    -inf. The log-sum-exp takes a `pmax` (of `stop_gradient`) and a `psum` of exponentials over
-    MODEL, and the target's logit takes a `psum`.
-    """
+    For a loss, call this with implementation="reference", which is differentiable. Set the logits
+    of ids >= vocab_size to -inf, because these ids only pad the vocabulary. The log-sum-exp is m +
+    log(psum(sum(exp(logits - m)), MODEL)) with m = pmax(stop_gradient(max(logits)), MODEL). One
+    device has the target's logit, and a `psum` brings it to all."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     cos, sin = rotary(position_BT, config)
     step = Step(end_B, cos, sin, query_scale(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
+    # This is a loop because XLA copies each layer's weights in a `lax.scan`: always on CPU, and on
+    # TPU if a Pallas kernel reads them. `block` is jitted: it is traced once per kind of layer.
     for layer, layer_cache in zip(weights.layers, cache, strict=True):
         x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config)
         caches.append(layer_cache)
@@ -355,12 +365,10 @@ def extend(
     mesh: Mesh,
     implementation: str = AUTO,
 ) -> DecodeState:
-    """Appends the first count_B of T tokens to each slot, and samples the token after them.
-
-    A count of 0 leaves a slot as it is, and length + count must not exceed the capacity. The tokens
-    past count_B are padding: they are computed too, but no later token depends on them, as their
-    keys land at or past the slot's new length. Keys past the capacity are dropped.
-    """
+    """Appends the first count_B of T tokens to each slot, and samples the token after them. The sum
+    of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
+    past count_B are padding. They are computed too, but no later token depends on them, because
+    their keys land at or past the slot's new length. Keys past the capacity are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -379,17 +387,15 @@ def extend(
 
 
 STATIC = ("config", "mesh", "implementation")
-# `serve` prefills a prompt 512 tokens at a time, and pads its last chunk to a power of two: each T
-# has its own program. The `token_B` after the last chunk is the first new one. `state` is donated.
+# `serve` prefills a prompt in pieces of 512 tokens, and pads the last piece to a power of two, so
+# that few values of T are compiled. The token sampled after the last piece begins the reply.
 prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`, unless that is -1.
-
-    slot_B[b] counts the slots of the data shard that holds slot b: nothing moves to another shard.
-    ValueError if the states differ in mesh, capacity or dtype of cache. Not for use inside jit.
-    """
+    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`; -1 copies nothing.
+    Copies stay on their data shard, so slot_B counts the slots of each shard from 0. ValueError if
+    the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -449,9 +455,9 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight. Without `shards` the shapes are the published ones. On a
-    mesh, zeros pad each split dimension to equal parts, key/value heads are repeated if they are
-    too few, and the experts must divide. `sample` draws no padded id."""
+    """Shape and partition of every weight. If `shards` has several parts, zeros pad each split
+    dimension until its parts are equal, and key/value heads are repeated if there are too few. The
+    number of experts must be a multiple of the axis `expert`."""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -513,8 +519,7 @@ def is_sparse(layer: int, config: Config) -> bool:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions. The cache has this dtype, which may be fp8 or int8. If H
-    is not a multiple of 128, values and keys are side by side in one array, [B, K, S, 2 * H]."""
+    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
     return DecodeState(
@@ -526,9 +531,10 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. An Order sorts heads or rows by device; Axes
-    says how axes are stored. `Same("x")` is a copy of x: it is compared, and not loaded. None is
-    not loaded, and `prefix.**` is every name that begins so. Other names: ValueError."""
+    """Published name -> the weight that it becomes. An Order lays each device's heads side by side.
+    That of w_gate_up lays a device's rows of gate before its rows of up. SWAPPED swaps the last two
+    axes. None: the tensor is not loaded. `Same("x")`: it must equal weight x, and is not loaded.
+    `prefix.**` stands for all names with that prefix."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     rows = split_fused(config.intermediate_size, shards.tensor, parts=2)

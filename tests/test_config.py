@@ -2,13 +2,15 @@
 the key. Each table holds cases that some earlier version of the reader got wrong."""
 
 import json
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import pytest
 from engine import hf_config, model_of
 from families import FAMILIES
 
+from common.config import read_config, read_rope
 from common.loading.shape import published_sizes
+from common.ranges import Above1, AtMost, Count, Fraction, GroupsOf
 
 VARIANTS = {family: facts.precise[0] for family, facts in FAMILIES.items()}
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
@@ -158,13 +160,16 @@ def test_other_fp8_is_refused_by_name(change):
     assert next(iter(change)) in refused("qwen3", hf)
 
 
-def test_published_configs_with_the_keys_that_tools_leave_are_read():
+@pytest.mark.parametrize("family", VARIANTS)
+def test_published_configs_with_the_keys_that_tools_leave_are_read(family):
     left = dict(_name_or_path="x/y", unsloth_version="2025.8", unsloth_fixed=True, pad_token_id=0)
     left |= dict(_attn_implementation="sdpa", _flash_attn_2_enabled=True, _commit_hash="0")
     left |= dict(pruned_heads={}, xla_device=None, architectures=["X"], id2label={"0": "A"})
-    for family in VARIANTS:
-        for hf in published_sizes(model_of(family)).values():
-            assert read(family, hf | left) == read(family, hf)
+    for hf in published_sizes(model_of(family)).values():
+        assert read(family, hf | left) == read(family, hf)
+
+
+def test_other_published_spellings_are_read():
     # The first LLaMA has this key in place of max_position_embeddings.
     hf = changed("llama3", max_position_embeddings=ABSENT, max_sequence_length=2048)
     assert read("llama3", hf).max_position_embeddings == 2048
@@ -206,3 +211,51 @@ def test_a_window_is_refused_where_no_layer_has_one(family):
 def test_more_layers_or_heads_than_memory_holds_are_refused(key):
     hf = changed("llama3", head_dim=6, num_key_value_heads=1, **{key: 2**31 - 1})
     assert f"{key}=2147483647" in refused("llama3", hf)
+
+
+# ---- what a family of your own may declare
+
+
+class Forked(NamedTuple):
+    rope_theta: Above1
+    partial_rotary_factor: Fraction
+    expert_count: Annotated[Count, "n_expert"]
+    chosen: Annotated[Count, "top_k", AtMost("expert_count")]
+    group_count: Annotated[Count, "n_group", GroupsOf("expert_count", "kept", "chosen")]
+    kept: Annotated[Count, "topk_group"]
+
+
+FORKED: dict[str, Any] = dict(model_type="forked", n_expert=12, n_group=3, topk_group=2, top_k=4)
+
+
+def fork(**changes: Any) -> Any:
+    hf = FORKED | changes
+    fields = read_rope(Forked, hf, theta=5000.0, rotated=0.5)
+    return read_config(Forked, hf, model_types=("forked",), fields_read=fields)
+
+
+def test_partial_rotation_is_read_in_every_spelling_and_has_the_default_of_its_family():
+    assert fork()[:2] == (5000.0, 0.5)
+    assert fork(partial_rotary_factor=0.25)[:2] == (5000.0, 0.25)
+    inside = dict(rope_theta=70.0, partial_rotary_factor=0.75)
+    assert fork(rope_parameters=inside, partial_rotary_factor=0.25)[:2] == (70.0, 0.75)
+
+
+@pytest.mark.parametrize("key, value", [("partial_rotary_factor", [0.5]), ("rope_theta", "x")])
+@pytest.mark.parametrize("inside", [{}, dict(rope_theta=70.0, partial_rotary_factor=0.75)])
+def test_nonsense_beside_rope_parameters_is_refused_though_they_win(inside, key, value):
+    with pytest.raises(ValueError, match=f"json: {key}="):
+        fork(**{"rope_parameters": inside, key: value})
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        (dict(n_group=5), "n_group=5"),
+        (dict(topk_group=4), "topk_group=4 of n_group=3"),
+        (dict(top_k=13), "top_k=13 is above n_expert=12"),
+    ],
+)
+def test_a_relation_that_fails_names_the_keys_of_the_file(changes, named):
+    with pytest.raises(ValueError, match=named):
+        fork(**changes)

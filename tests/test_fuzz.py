@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import safetensors
 from engine import FIXTURES, ROOT, model_of
+from families import FAMILIES
 
 from common.loading.checkpoint import load_weights
 from common.loading.files import MOST_LINES
@@ -37,15 +38,10 @@ TOKENIZERS = {
     "kimi_k2": ROOT / "kimi_k2" / "embedded",
     "deepseek_r1": FIXTURES / "tokenizer" / "llama2",
 }
-WEIGHTS = dict(
-    deepseek_r1="v2_lite",
-    gpt2="wide_mlp",
-    gpt_oss="mxfp4",
-    kimi_k2="plain",
-    llama3="bf16_sharded",
-    llama4="text",
-    qwen3="fp8",
-)
+# The variant of each family: the one with the most ways to go wrong, or its first.
+RICH = dict(deepseek_r1="v2_lite", gpt2="wide_mlp", gpt_oss="mxfp4", kimi_k2="plain")
+RICH |= dict(llama3="bf16_sharded", qwen3="fp8")
+WEIGHTS = {family: RICH.get(family, facts.precise[0]) for family, facts in FAMILIES.items()}
 TEXT = "Hello, wörld 123\n\t<s>"
 TALK = [{"role": "user", "content": "hi"}]
 TOKENS = ("tokenizer.json", "vocab.json", "merges.txt", "tiktoken.model")
@@ -326,7 +322,7 @@ def tensors_of(directory):
         files = [directory / SINGLE]
         files = files if files[0].exists() else sorted(directory.glob("*.safetensors"))
         return {name: x for file in files for name, x in safetensors.deserialize(file.read_bytes())}
-    named = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    named = json.loads((directory / INDEX).read_text(encoding="utf-8-sig"))["weight_map"]
     found = {f: dict(safetensors.deserialize((directory / f).read_bytes())) for f in named.values()}
     return {name: found[file][name] for name, file in named.items()}
 
