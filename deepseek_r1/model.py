@@ -12,7 +12,7 @@ DeepSeek-V3 Technical Report, arXiv 2412.19437. What differs from llama3, per to
     x += shared(h) + sum_e p[e] * expert[e](h)     s = sigmoid(router(h)); the sum is over the X
                                                    experts with the largest s + bias in the best
                                                    groups; p is their s, normalised and scaled
-    rope rotates neighbours, elements 2 i and 2 i + 1; YaRN also scales q . k; fp8 weights stay fp8
+    rope rotates neighbours, elements 2 i and 2 i + 1; YaRN changes its angles, and scales q . k
 
 Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
 heads, Q the rank of queries, C the rank of latents, U unrotated and R rotated numbers in a query or
@@ -20,10 +20,10 @@ key (H = U + R), J numbers in a value, W = C + R rounded up to a multiple of 128
 experts, X experts of a token, G groups of experts, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and shared MLPs are split
-over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`,
-the F of each and the positions of a cache over `tensor`. wq_a and wkv_a are replicated. In the rest
-of this docstring, and in functions that run inside `shard_map`, B, N, F, E and V count what one
-device holds, and so does the S of a cache. Only a router's E counts all experts.
+over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`.
+The F of an expert and the positions of a cache are split over `tensor`. wq_a and wkv_a are
+replicated. In the rest of this docstring, and in functions that run inside `shard_map`, B, N, F, E,
+V and the S of a cache count what one device holds. Only a router's E counts all experts.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL, given here with the shapes of
 their results:
@@ -32,12 +32,12 @@ their results:
     1         all-reduce [B]         float32, in `sample`: the largest logit
     1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
 
-If a slot of the device has a temperature above 0, there are up to 35 more in `sample`. A row for
-top-k or top-p counts only if a slot uses it:
+If a slot of the device has a temperature above 0, there are up to 35 more in `sample`:
 
-    16 + 16   all-reduce [3, B]      float32: the searches for the thresholds of top-k and top-p
-    1         all-reduce [B]         float32, for top-p: the sum of the probabilities after top-k
-    1         all-gather [B, n]      float32: the sums of the probabilities on MODEL's n devices
+    16        all-reduce [3, B]      float32, if a slot uses top-k: the search for its threshold
+    1         all-reduce [B]         float32, if a slot uses top-p: the sum of all probabilities
+    16        all-reduce [3, B]      float32, if a slot uses top-p: the search for its threshold
+    1         all-gather [B, n]      float32: the sum of the probabilities on each of the n devices
     1         all-reduce [B]         int32: the drawn id
 
 If `tensor` has t > 1 devices, each layer adds collectives over `tensor`. If T is at most
@@ -47,8 +47,8 @@ FEW_QUERIES (8), these are three, in `attend_latent`:
     all-gather [t, B, T, N t]        log-sum-exps, float32
     reduce-scatter [B, T, N, C]      the merged results, in the model's dtype
 
-If T is larger, `latent_rows` all-gathers the cache, [B, S t, W] in its dtype. The scales of an int8
-cache follow, [B, S t].
+If T is larger, `latent_rows` all-gathers the cache, [B, S t, W] in its dtype, and the scales of an
+int8 cache, [B, S t].
 """
 
 import math
@@ -208,9 +208,9 @@ def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
 
 
 def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndarray:
-    """YaRN, arXiv 2309.00071: pairs that rotate more than beta_fast times in the original context
-    keep their frequency, those that rotate less than beta_slow times get 1 / factor of it, and a
-    ramp blends the pairs in between."""
+    """YaRN, arXiv 2309.00071. Pairs that rotate more than beta_fast times in the original context
+    keep their frequency. Pairs that rotate less than beta_slow times have theirs divided by
+    `factor`. A ramp blends the pairs in between."""
     R = 2 * len(frequency)  # how many numbers of a head rotate
 
     def pair(turns: float) -> float:
@@ -295,7 +295,7 @@ def queries(x: Array, layer: Layer, step: Step, config: Config) -> Queries:
 
 
 def latents(x_BTD: Array, layer: Layer, step: Step, config: Config) -> Array:
-    """What is cached of each token for all heads, latent and rotated key: [B, T, C + R]."""
+    """What is cached of each token: its latent and its rotated key, [B, T, C + R]."""
     latent_BTC, k_BTR = jnp.split(linear(x_BTD, layer.wkv_a), [config.kv_lora_rank], axis=-1)
     latent_BTC = rms_norm(latent_BTC, layer.kv_norm, INNER_EPS)
     k_BTR = rotate(k_BTR[:, :, None], step)[:, :, 0]  # as one head
@@ -305,9 +305,9 @@ def latents(x_BTD: Array, layer: Layer, step: Step, config: Config) -> Array:
 def attention(
     x_BTD: Array, layer: Layer, cache: RowCache, step: Step, config: Config
 ) -> tuple[Array, RowCache]:
-    """Appends T tokens to the cache; each attends to all positions up to its own. Returns the
-    output [B, T, D], summed over own heads, and the cache. For one slot, with `end` tokens
-    after the append, `expanded` computes
+    """Appends T tokens to the cache. Each attends to all positions up to its own. Returns the
+    output [B, T, D], summed over the device's heads, and the cache. For one slot, which now holds
+    `end` tokens, `expanded` computes
 
         k_SNU, v_SNJ = (jnp.einsum("sc,nuc->snu", latent_SC, w) for w in (wk_NUC, wv_NJC))
         rope_NTS = jnp.einsum("tnr,sr->nts", q_rope_TNR, k_rope_SR)
@@ -324,9 +324,9 @@ def attention(
         o_TNJ = jnp.einsum("tnc,njc->tnj", o_TNC, wv_NJC)
 
     Both compute scores, p and o in float32: in bfloat16 a score near 50 is off by up to 0.125, and
-    its probability by 13 %. If T is at most FEW_QUERIES (8), `absorbed` runs: most time then goes
-    into reading the cache. If T is larger, `expanded` runs: most time then goes into arithmetic,
-    and it needs U + R multiplications for a score, not C + R. For a sliding window,
+    its probability by 13 %. If T is at most FEW_QUERIES (8), most time goes into reading the cache,
+    and `absorbed` runs. If T is larger, most time goes into arithmetic, and `expanded` runs: a
+    score then costs U + R multiplications; in `absorbed` it costs C + R. For a sliding window,
     `prefill_attention` takes `window`; `attend_latent` would need such an argument."""
     B, T, _ = x_BTD.shape
     q = queries(x_BTD, layer, step, config)
@@ -336,8 +336,8 @@ def attention(
 
 
 def absorbed(q: Queries, layer: Layer, cache: RowCache, step: Step, config: Config) -> Array:
-    """Applies wk to the query and wv to the result: [B, T, N, J]. The latent of a position is its
-    value; the latent and k_rope are its key."""
+    """Applies wk to the query, and wv to the result. Returns [B, T, N, J]. The latent of a position
+    is its value; the latent and k_rope are its key."""
     U = config.qk_nope_head_dim
     q_BTNC = headwise(q.nope, layer.wkv, slice(U), transpose=True)
     o_BTNC = attend_latent(
@@ -355,7 +355,7 @@ def expanded(q: Queries, layer: Layer, cache: RowCache, step: Step, config: Conf
     """The devices of `tensor` gather the cache; each then makes keys and values for its own heads.
     Returns [B, T, N, J]."""
     C, U, R = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
-    rows_BSW = latent_rows(cache, q.nope.dtype)  # own positions -> all; S is all from here on
+    rows_BSW = latent_rows(cache, q.nope.dtype)  # own positions -> those of all devices
     B, S, _ = rows_BSW.shape
     kv = linear(rows_BSW[..., :C], layer.wkv).reshape(B, S, -1, U + config.v_head_dim)
     k_BNSU, v_BNSJ = jnp.split(kv.swapaxes(1, 2), [U], axis=-1)
@@ -378,7 +378,7 @@ def mlp(x_BTD: Array, w: Mlp) -> Array:
 
 def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
     """The X experts of each token: their weights and their indices in the router, both [M, X].
-    Scores are float32. The bias takes part in the choice of experts alone."""
+    Scores are float32. The bias only helps to choose experts."""
     logits_ME = linear(x_MD.astype(jnp.float32), w.router.astype(jnp.float32))
     if w.b_router is not None:
         s_ME = jax.nn.sigmoid(logits_ME)
@@ -393,12 +393,12 @@ def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
     return (weight_MX * config.routed_scaling_factor).astype(x_MD.dtype), expert_MX
 
 
-def in_best_groups(choice_ME: Array, best: int, config: Config) -> Array:
+def in_best_groups(choice_ME: Array, count: int, config: Config) -> Array:
     """Keeps the scores of experts in a token's best groups, of which there are topk_group. Others
     become -inf. (A 0 would win over a negative s + bias.) The score of a group is the sum of its
-    `best` largest."""
+    `count` largest scores."""
     choice_MGE = choice_ME.reshape(len(choice_ME), config.n_group, -1)  # [M, G, E / G]
-    score_MG = lax.top_k(choice_MGE, best)[0].sum(axis=-1)
+    score_MG = lax.top_k(choice_MGE, count)[0].sum(axis=-1)
     group = lax.top_k(score_MG, config.topk_group)[1]  # [M, topk_group]
     is_best_MG = (group[..., None] == jnp.arange(config.n_group)).any(axis=1)
     return jnp.where(is_best_MG[..., None], choice_MGE, -jnp.inf).reshape(choice_ME.shape)
@@ -457,9 +457,9 @@ def forward(
     [B, T, V]. With last_B, only token last_B[b] of each slot gets logits, and they are [B, V].
 
     For a loss, call this with implementation="reference", which is differentiable. Set the logits
-    of ids >= vocab_size to -inf, because these ids only pad the vocabulary. The log-sum-exp is m +
-    log(psum(sum(exp(logits - m)), MODEL)) with m = pmax(stop_gradient(max(logits)), MODEL). One
-    device has the target's logit, and a `psum` brings it to all."""
+    of ids >= vocab_size, which only pad the vocabulary, to -inf. The log-sum-exp is
+    m + log(psum(sum(exp(logits - m)), MODEL)), where m = pmax(stop_gradient(max(logits)), MODEL).
+    The target's logit is a `psum` too: the device that has it adds it, the others add 0."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
@@ -486,7 +486,7 @@ def extend(
     """Appends the first count_B of T tokens to each slot, and samples the token after them. The sum
     of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
     past count_B are padding. They are computed too, but no later token depends on them, because
-    their keys land at or past the slot's new length. Keys past the capacity are dropped."""
+    their keys land at or past the slot's new length, or are dropped if past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -512,8 +512,8 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`; -1 copies nothing.
-    Copies stay on their data shard, so slot_B counts the slots of each shard from 0. ValueError if
-    the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
+    Each copy stays on its data shard. slot_B holds indices into the shard's own slots. ValueError
+    if the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 

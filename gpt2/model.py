@@ -25,12 +25,12 @@ their results:
     1         all-reduce [B]         float32, in `sample`: the largest logit
     1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
 
-If a slot of the device has a temperature above 0, there are up to 35 more in `sample`. A row for
-top-k or top-p counts only if a slot uses it:
+If a slot of the device has a temperature above 0, there are up to 35 more in `sample`:
 
-    16 + 16   all-reduce [3, B]      float32: the searches for the thresholds of top-k and top-p
-    1         all-reduce [B]         float32, for top-p: the sum of the probabilities after top-k
-    1         all-gather [B, n]      float32: the sums of the probabilities on MODEL's n devices
+    16        all-reduce [3, B]      float32, if a slot uses top-k: the search for its threshold
+    1         all-reduce [B]         float32, if a slot uses top-p: the sum of all probabilities
+    16        all-reduce [3, B]      float32, if a slot uses top-p: the search for its threshold
+    1         all-gather [B, n]      float32: the sum of the probabilities on each of the n devices
     1         all-reduce [B]         int32: the drawn id
 """
 
@@ -55,7 +55,7 @@ from common.weights import array, bias, matrix, norm, specs_like
 
 
 class Config(NamedTuple):
-    """The fields of config.json that shape the computation. Some have a second name, of GPT-2."""
+    """The fields of config.json that shape the computation, with GPT-2's own names in quotes."""
 
     vocab_size: Count
     hidden_size: Annotated[Count, "n_embd"]
@@ -68,7 +68,7 @@ class Config(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Each Matrix is an Array or an Int8: the loader decides. `linear` accepts both."""
+    """Each Matrix is an Array, Transposed or Int8: the loader decides. `linear` accepts all."""
 
     attn_norm: Array  # [D]
     attn_norm_bias: Array  # [D]
@@ -132,9 +132,9 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache; each attends to all positions up to its own. Returns the
-    output [B, T, D], summed over own heads without the bias, and the cache. For one slot,
-    with `end` tokens after the append, `attend` computes in float32:
+    """Appends T tokens to the cache. Each attends to all positions up to its own. Returns the
+    output [B, T, D], which is summed over the device's heads and lacks the bias, and the cache. For
+    one slot, which now holds `end` tokens, `attend` computes in float32:
 
         score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
         seen_TS = jnp.arange(S) <= end + jnp.arange(-T, 0)[:, None]
@@ -163,7 +163,7 @@ def block(
 ) -> tuple[Array, LayerCache]:
     h_BTD = layer_norm(x_BTD, layer.attn_norm, layer.attn_norm_bias, config.layer_norm_epsilon)
     o_BTD, cache = attention(h_BTD, layer, cache, step, config)
-    # x + (sum + bias), in this order: else XLA on CPU repeats the additions wherever it reads x.
+    # Keep the brackets. Without them, XLA on CPU repeats the additions wherever the new x is used.
     x_BTD = x_BTD + (lax.psum(o_BTD, MODEL) + layer.bo)  # partial sums over own heads -> replicated
     h_BTD = layer_norm(x_BTD, layer.mlp_norm, layer.mlp_norm_bias, config.layer_norm_epsilon)
     o_BTD = mlp(h_BTD, layer)
@@ -185,9 +185,9 @@ def forward(
     [B, T, V]. With last_B, only token last_B[b] of each slot gets logits, and they are [B, V].
 
     For a loss, call this with implementation="reference", which is differentiable. Set the logits
-    of ids >= vocab_size to -inf, because these ids only pad the vocabulary. The log-sum-exp is m +
-    log(psum(sum(exp(logits - m)), MODEL)) with m = pmax(stop_gradient(max(logits)), MODEL). One
-    device has the target's logit, and a `psum` brings it to all."""
+    of ids >= vocab_size, which only pad the vocabulary, to -inf. The log-sum-exp is
+    m + log(psum(sum(exp(logits - m)), MODEL)), where m = pmax(stop_gradient(max(logits)), MODEL).
+    The target's logit is a `psum` too: the device that has it adds it, the others add 0."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     # A skipped slot has positions below 0, and padding may lie past the end of the table.
     position_BT = jnp.clip(position_BT, 0, len(weights.positions) - 1)
@@ -213,7 +213,7 @@ def extend(
     """Appends the first count_B of T tokens to each slot, and samples the token after them. The sum
     of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
     past count_B are padding. They are computed too, but no later token depends on them, because
-    their keys land at or past the slot's new length. Keys past the capacity are dropped."""
+    their keys land at or past the slot's new length, or are dropped if past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -239,8 +239,8 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`; -1 copies nothing.
-    Copies stay on their data shard, so slot_B counts the slots of each shard from 0. ValueError if
-    the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
+    Each copy stays on its data shard. slot_B holds indices into the shard's own slots. ValueError
+    if the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -278,7 +278,7 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. If `shards` has several parts, zeros pad each split
-    dimension until its parts are equal. Layers keep matrices as `Transposed`, [in, out]."""
+    dimension until its parts are equal. Layers store matrices as `Transposed`: [in, out]."""
     c, n = config, shards.model
     NH = len(split_heads(c.num_attention_heads, c.num_attention_heads, n).query) * c.head_dim
     D, F, V = c.hidden_size, round_up(c.intermediate_size, n), round_up(c.vocab_size, n)
@@ -321,7 +321,7 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. An Order lays each device's heads side by side.
+    """Published name -> the weight that it becomes. An Order makes each device's heads contiguous.
     None: the tensor is not loaded. `Same("x")`: it must equal weight x, and is not loaded."""
     blocks = split_fused(config.num_attention_heads, shards.model)
     qkv = partial(Order, size=config.head_dim, blocks=blocks)

@@ -1,16 +1,16 @@
-"""GPT-OSS in one file: llama3 with a mixture of experts in place of every MLP, kept in 4 bits if
-published so. Attention slides in every other layer, and each head has a sink.
+"""GPT-OSS in one file: llama3 with a mixture of experts in place of every MLP. Experts that are
+published in 4 bits stay so. Attention slides in every other layer, and each head has a sink.
 
 gpt-oss-120b & gpt-oss-20b Model Card, arXiv 2508.10925. What differs from llama3:
 
     o[n] = sum_s exp(score[n, s]) v[s] / (exp(sink[n]) + sum_s exp(score[n, s]))
                                                    the sink is a learned score without a value
     a sliding layer sees the last `sliding_window` positions, a full layer sees all
-    x += sum_e p[e] * (down[e](h) + b[e])          the sum is over the X experts with the largest
-                                                   router(norm(x)); p is the softmax of these X
+    x += sum_e p[e] * (down[e](h) + b[e])          the sum is over the experts with the X largest
+                                                   router(norm(x)), and p is the softmax of these
     h = (up[e] + 1) * gate[e] * sigmoid(1.702 * gate[e])
-                                                   up is clamped to +-swiglu_limit, gate from above
-    YaRN replaces the rope scaling of llama3; biases; norms that multiply in float32
+                                                   gate and |up| are at most swiglu_limit
+    YaRN replaces llama3's rope scaling; projections have biases; norms multiply in float32
 
 Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
 query heads, K key/value heads with G = N / K queries each, H head dimension, F MLP width, E
@@ -28,12 +28,12 @@ their results:
     1         all-reduce [B]         float32, in `sample`: the largest logit
     1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
 
-If a slot of the device has a temperature above 0, there are up to 35 more in `sample`. A row for
-top-k or top-p counts only if a slot uses it:
+If a slot of the device has a temperature above 0, there are up to 35 more in `sample`:
 
-    16 + 16   all-reduce [3, B]      float32: the searches for the thresholds of top-k and top-p
-    1         all-reduce [B]         float32, for top-p: the sum of the probabilities after top-k
-    1         all-gather [B, n]      float32: the sums of the probabilities on MODEL's n devices
+    16        all-reduce [3, B]      float32, if a slot uses top-k: the search for its threshold
+    1         all-reduce [B]         float32, if a slot uses top-p: the sum of all probabilities
+    16        all-reduce [3, B]      float32, if a slot uses top-p: the search for its threshold
+    1         all-gather [B, n]      float32: the sum of the probabilities on each of the n devices
     1         all-reduce [B]         int32: the drawn id
 """
 
@@ -176,9 +176,9 @@ def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
 
 
 def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndarray:
-    """YaRN, arXiv 2309.00071: pairs that rotate more than beta_fast times in the original context
-    keep their frequency, those that rotate less than beta_slow times get 1 / factor of it, and a
-    ramp blends the pairs in between."""
+    """YaRN, arXiv 2309.00071. Pairs that rotate more than beta_fast times in the original context
+    keep their frequency. Pairs that rotate less than beta_slow times have theirs divided by
+    `factor`. A ramp blends the pairs in between."""
     R = 2 * len(frequency)  # how many numbers of a head rotate
 
     def pair(turns: float) -> float:
@@ -236,10 +236,10 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache. In a full layer each attends to all positions up to its own,
-    in a sliding layer to the last `sliding_window` of them. Returns the output [B, T, D], summed
-    over own heads, and the cache. For one slot, with `end` tokens after the append, `attend`
-    computes this in float32; in full layers `window` is S:
+    """Appends T tokens to the cache. Each token attends to all positions up to its own, and in a
+    sliding layer only to the last `sliding_window` of these. Returns the output [B, T, D], summed
+    over the device's heads, and the cache. For one slot, which now holds `end` tokens, `attend`
+    computes in float32, where `window` is `sliding_window`, or S in a full layer:
 
         score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
         behind_TS = end + jnp.arange(-T, 0)[:, None] - jnp.arange(S)
@@ -307,7 +307,7 @@ def block(
 ) -> tuple[Array, LayerCache]:
     h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
     o_BTD, cache = attention(h_BTD, layer, cache, step, config)
-    # x + (sum + bias), in this order: else XLA on CPU repeats the additions wherever it reads x.
+    # Keep the brackets. Without them, XLA on CPU repeats the additions wherever the new x is used.
     x_BTD = x_BTD + (lax.psum(o_BTD, MODEL) + layer.bo)  # partial sums over own heads -> replicated
     h_BTD = rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps)
     o_BTD = moe(h_BTD, layer.mlp, step, config)
@@ -329,9 +329,9 @@ def forward(
     [B, T, V]. With last_B, only token last_B[b] of each slot gets logits, and they are [B, V].
 
     For a loss, call this with implementation="reference", which is differentiable. Set the logits
-    of ids >= vocab_size to -inf, because these ids only pad the vocabulary. The log-sum-exp is m +
-    log(psum(sum(exp(logits - m)), MODEL)) with m = pmax(stop_gradient(max(logits)), MODEL). One
-    device has the target's logit, and a `psum` brings it to all."""
+    of ids >= vocab_size, which only pad the vocabulary, to -inf. The log-sum-exp is
+    m + log(psum(sum(exp(logits - m)), MODEL)), where m = pmax(stop_gradient(max(logits)), MODEL).
+    The target's logit is a `psum` too: the device that has it adds it, the others add 0."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
@@ -358,7 +358,7 @@ def extend(
     """Appends the first count_B of T tokens to each slot, and samples the token after them. The sum
     of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
     past count_B are padding. They are computed too, but no later token depends on them, because
-    their keys land at or past the slot's new length. Keys past the capacity are dropped."""
+    their keys land at or past the slot's new length, or are dropped if past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -384,8 +384,8 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`; -1 copies nothing.
-    Copies stay on their data shard, so slot_B counts the slots of each shard from 0. ValueError if
-    the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
+    Each copy stays on its data shard. slot_B holds indices into the shard's own slots. ValueError
+    if the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -488,8 +488,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. An Order lays each device's heads side by side.
-    SPLIT: the file has the last axis as two. SWAPPED swaps the last two axes.
+    """Published name -> the weight that it becomes. An Order makes each device's heads contiguous.
+    SPLIT: the file splits the weight's last axis in two. SWAPPED: it has the last two axes swapped.
     `Same("x")`: the tensor must equal weight x, and is not loaded."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)

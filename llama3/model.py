@@ -19,12 +19,12 @@ their results:
     1         all-reduce [B]         float32, in `sample`: the largest logit
     1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
 
-If a slot of the device has a temperature above 0, there are up to 35 more in `sample`. A row for
-top-k or top-p counts only if a slot uses it:
+If a slot of the device has a temperature above 0, there are up to 35 more in `sample`:
 
-    16 + 16   all-reduce [3, B]      float32: the searches for the thresholds of top-k and top-p
-    1         all-reduce [B]         float32, for top-p: the sum of the probabilities after top-k
-    1         all-gather [B, n]      float32: the sums of the probabilities on MODEL's n devices
+    16        all-reduce [3, B]      float32, if a slot uses top-k: the search for its threshold
+    1         all-reduce [B]         float32, if a slot uses top-p: the sum of all probabilities
+    16        all-reduce [3, B]      float32, if a slot uses top-p: the search for its threshold
+    1         all-gather [B, n]      float32: the sum of the probabilities on each of the n devices
     1         all-reduce [B]         int32: the drawn id
 """
 
@@ -165,9 +165,9 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache; each attends to all positions up to its own. Returns the
-    output [B, T, D], summed over own heads, and the cache. For one slot, with `end` tokens
-    after the append, `attend` computes in float32:
+    """Appends T tokens to the cache. Each attends to all positions up to its own. Returns the
+    output [B, T, D], summed over the device's heads, and the cache. For one slot, which now holds
+    `end` tokens, `attend` computes in float32:
 
         score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
         seen_TS = jnp.arange(S) <= end + jnp.arange(-T, 0)[:, None]
@@ -218,9 +218,9 @@ def forward(
     [B, T, V]. With last_B, only token last_B[b] of each slot gets logits, and they are [B, V].
 
     For a loss, call this with implementation="reference", which is differentiable. Set the logits
-    of ids >= vocab_size to -inf, because these ids only pad the vocabulary. The log-sum-exp is m +
-    log(psum(sum(exp(logits - m)), MODEL)) with m = pmax(stop_gradient(max(logits)), MODEL). One
-    device has the target's logit, and a `psum` brings it to all."""
+    of ids >= vocab_size, which only pad the vocabulary, to -inf. The log-sum-exp is
+    m + log(psum(sum(exp(logits - m)), MODEL)), where m = pmax(stop_gradient(max(logits)), MODEL).
+    The target's logit is a `psum` too: the device that has it adds it, the others add 0."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
@@ -247,7 +247,7 @@ def extend(
     """Appends the first count_B of T tokens to each slot, and samples the token after them. The sum
     of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
     past count_B are padding. They are computed too, but no later token depends on them, because
-    their keys land at or past the slot's new length. Keys past the capacity are dropped."""
+    their keys land at or past the slot's new length, or are dropped if past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -273,8 +273,8 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`; -1 copies nothing.
-    Copies stay on their data shard, so slot_B counts the slots of each shard from 0. ValueError if
-    the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
+    Each copy stays on its data shard. slot_B holds indices into the shard's own slots. ValueError
+    if the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -356,7 +356,7 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. An Order lays each device's heads side by side.
+    """Published name -> the weight that it becomes. An Order makes each device's heads contiguous.
     None: the tensor is not loaded. `Same("x")`: it must equal weight x, and is not loaded."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)

@@ -1,12 +1,12 @@
-"""Llama 4 in one file, the text part of Scout and Maverick. It is llama3 with layers of two kinds:
-three of four rotate queries and keys, and look at their own chunk of the context; the fourth has no
-rotation, and looks at all of it. Sparse layers also send a token through one of many large experts.
+"""Llama 4 Scout and Maverick in one file, text only. It is llama3 with two kinds of layers: three
+of four rotate queries and keys, and look at their own chunk of the context; the fourth has no
+rotation, and looks at all of it. Some layers have large experts, of which a token uses a few.
 
 The Llama 4 herd, ai.meta.com/blog/llama-4-multimodal-intelligence. In detail, with h = norm(x) and
 l2(x) = x / rms(x) (without use_qk_norm, l2(x) = x):
 
-    rotary layers       q, k = l2(rope(q)), l2(rope(k)); a query sees the positions of its own
-                        chunk, which has attention_chunk_size positions, up to its own
+    rotary layers       q, k = l2(rope(q)), l2(rope(k)); a query sees itself and what precedes it in
+                        its chunk of attention_chunk_size positions
     other layers        q *= 1 + attn_scale * ln(1 + floor((p + 1) / floor_scale)) at position p;
                         no rope, and a query sees all positions up to its own
     sparse layers       x += shared(h) + sum_e expert[e](score[e] * h); the sum is over the X
@@ -29,12 +29,12 @@ their results:
     1         all-reduce [B]         float32, in `sample`: the largest logit
     1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
 
-If a slot of the device has a temperature above 0, there are up to 35 more in `sample`. A row for
-top-k or top-p counts only if a slot uses it:
+If a slot of the device has a temperature above 0, there are up to 35 more in `sample`:
 
-    16 + 16   all-reduce [3, B]      float32: the searches for the thresholds of top-k and top-p
-    1         all-reduce [B]         float32, for top-p: the sum of the probabilities after top-k
-    1         all-gather [B, n]      float32: the sums of the probabilities on MODEL's n devices
+    16        all-reduce [3, B]      float32, if a slot uses top-k: the search for its threshold
+    1         all-reduce [B]         float32, if a slot uses top-p: the sum of all probabilities
+    16        all-reduce [3, B]      float32, if a slot uses top-p: the search for its threshold
+    1         all-gather [B, n]      float32: the sum of the probabilities on each of the n devices
     1         all-reduce [B]         int32: the drawn id
 """
 
@@ -98,7 +98,7 @@ class Config(NamedTuple):
     rope_scaling: RopeScaling | None
     num_local_experts: UpTo10K
     num_experts_per_tok: Annotated[Count, AtMost("num_local_experts")]
-    multimodal: bool  # a vision tower lies beside the text model, whose names have a prefix
+    multimodal: bool  # there is a vision tower too, and the text model's names have a prefix
     moe_layers: tuple[Index, ...] | None = None  # None: every interleave_moe_layer_step-th
     interleave_moe_layer_step: Count = 1
     no_rope_layers: tuple[Literal[0, 1], ...] = ()  # 1: a rotary layer; if (), the interval decides
@@ -120,7 +120,7 @@ class Mlp(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """All experts of a layer. In w_gate_up a device has its rows of gate, then its rows of up."""
+    """All experts of a layer. In w_gate_up a device has its `gate` rows, then its `up` rows."""
 
     w_gate_up: Matrix  # [E, 2 * F, D]
     w_down: Matrix  # [E, D, F]
@@ -225,8 +225,8 @@ def rotate(x_BTNH: Array, step: Step) -> Array:
 
 
 def query_scale(position_BT: Array, config: Config) -> Array:
-    """Scales the queries of a layer that is not rotary, float32 [B, T, 1, 1]: the more positions a
-    query sees, the sharper its softmax, arXiv 2501.19399."""
+    """The factors of the queries in layers that are not rotary, float32 [B, T, 1, 1]. The more
+    positions a query sees, the sharper is its softmax: arXiv 2501.19399."""
     position = jnp.maximum(position_BT, 0)[..., None, None].astype(jnp.float32)  # < 0: skipped slot
     if not config.attn_temperature_tuning:
         return jnp.ones_like(position)
@@ -243,10 +243,10 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
-    """Appends T tokens to the cache. Each attends to the positions up to its own: in a rotary layer
-    to those in its own chunk, in other layers to all. Returns the output [B, T, D], summed over own
-    heads, and the cache. For one slot, with `end` tokens after the append, `attend` computes
-    this in float32; in layers that are not rotary, `chunk` is S:
+    """Appends T tokens to the cache. Each token attends to itself and to what precedes it in its
+    chunk; in a layer that is not rotary, all S positions are one chunk. Returns the output [B, T,
+    D], summed over the device's heads, and the cache. For one slot, which now holds `end` tokens,
+    `attend` computes in float32:
 
         score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
         position_T1, position_S = end + jnp.arange(-T, 0)[:, None], jnp.arange(S)
@@ -338,9 +338,9 @@ def forward(
     [B, T, V]. With last_B, only token last_B[b] of each slot gets logits, and they are [B, V].
 
     For a loss, call this with implementation="reference", which is differentiable. Set the logits
-    of ids >= vocab_size to -inf, because these ids only pad the vocabulary. The log-sum-exp is m +
-    log(psum(sum(exp(logits - m)), MODEL)) with m = pmax(stop_gradient(max(logits)), MODEL). One
-    device has the target's logit, and a `psum` brings it to all."""
+    of ids >= vocab_size, which only pad the vocabulary, to -inf. The log-sum-exp is
+    m + log(psum(sum(exp(logits - m)), MODEL)), where m = pmax(stop_gradient(max(logits)), MODEL).
+    The target's logit is a `psum` too: the device that has it adds it, the others add 0."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     cos, sin = rotary(position_BT, config)
     step = Step(end_B, cos, sin, query_scale(position_BT, config), Impl(implementation))
@@ -368,7 +368,7 @@ def extend(
     """Appends the first count_B of T tokens to each slot, and samples the token after them. The sum
     of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
     past count_B are padding. They are computed too, but no later token depends on them, because
-    their keys land at or past the slot's new length. Keys past the capacity are dropped."""
+    their keys land at or past the slot's new length, or are dropped if past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -394,8 +394,8 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`; -1 copies nothing.
-    Copies stay on their data shard, so slot_B counts the slots of each shard from 0. ValueError if
-    the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
+    Each copy stays on its data shard. slot_B holds indices into the shard's own slots. ValueError
+    if the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -421,9 +421,9 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
     multimodal = hf.get("model_type") == "llama4"
     text = text_config(hf, IMAGES) if multimodal else dict(hf)
-    accepted = dict(hidden_act=SILU, attention_bias=False)  # refused: another activation, biases
-    if multimodal:
-        accepted["tie_word_embeddings"] = False
+    # Refused: another activation, biases, and in a multimodal file a head that is the embedding.
+    accepted = dict(hidden_act=SILU, attention_bias=False)
+    accepted |= dict(tie_word_embeddings=False) if multimodal else {}
     if type(text.get("attn_temperature_tuning")) is int and text["attn_temperature_tuning"] == 4:
         text["attn_temperature_tuning"] = True  # the first published files say 4 for true
     nothing = dict(moe_layers=lambda c: None, no_rope_layers=lambda c: ())
@@ -531,10 +531,10 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. An Order lays each device's heads side by side.
-    That of w_gate_up lays a device's rows of gate before its rows of up. SWAPPED swaps the last two
-    axes. None: the tensor is not loaded. `Same("x")`: it must equal weight x, and is not loaded.
-    `prefix.**` stands for all names with that prefix."""
+    """Published name -> the weight that it becomes. An Order makes each device's heads contiguous.
+    The Order of w_gate_up puts a device's `gate` rows before its `up` rows. SWAPPED: the file has
+    the last two axes swapped. None: the tensor is not loaded. `Same("x")`: it must equal weight x,
+    and is not loaded. `prefix.**` stands for all names with that prefix."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     rows = split_fused(config.intermediate_size, shards.tensor, parts=2)
