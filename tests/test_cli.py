@@ -86,7 +86,7 @@ def test_many_prompts_queue_and_answer_in_order_as_each_would_alone(run, tmp_pat
 
 
 @pytest.mark.full
-def test_plain_text_of_many_prompts_is_the_text_of_their_records(run):
+def test_an_empty_line_stands_between_the_texts_of_many_prompts(run):
     args = ["--prompt", "KING.", "--prompt", "Enter", "--max-new-tokens", "12", "--max-len", "64"]
     args += ["--slots", "2"]
     texts = [r["text"] for r in records(run(*args, "--json"))]
@@ -335,17 +335,12 @@ def test_a_variable_that_jax_does_not_take_gets_one_line(name, value, message, r
     assert message in done.stderr
 
 
+@pytest.mark.full
 def test_seeds_start_over_after_the_last(run):
     args = ["--prompt", "KING.", "--temperature", "1", "--max-new-tokens", "8", "--slots", "2"]
     both = run(*args, "--prompt", "KING.", "--seed", str(2**32 - 1), "--json")
     second = records(run(*args, "--prompt", "KING.", "--seed", "0", "--json"))[0]
     assert records(both)[1]["text"] == second["text"]
-
-
-def test_an_empty_line_stands_between_answers(run):
-    args = ["--prompt", "KING.", "--prompt", "Enter", "--max-new-tokens", "8"]
-    one, other = (record["text"] for record in records(run(*args, "--json")))
-    assert run(*args).stdout == f"{one}\n\n{other}\n"
 
 
 def test_it_is_said_that_a_slot_was_full_or_that_slots_stay_empty(run):
