@@ -32,7 +32,7 @@ their results:
 If a slot of the device has a temperature above 0, there are up to 35 more in `sample`:
 
     16        all-reduce [3, B]      float32, if a slot uses top-k: the search for its threshold
-    1         all-reduce [B]         float32, if a slot uses top-p: the sum of all probabilities
+    1         all-reduce [B]         float32, if a slot uses top-p: the probability that top-k keeps
     16        all-reduce [3, B]      float32, if a slot uses top-p: the search for its threshold
     1         all-gather [B, n]      float32: the sum of the probabilities on each of the n devices
     1         all-reduce [B]         int32: the drawn id
@@ -138,7 +138,7 @@ class Rotary(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Each Matrix is an Array or an Int8: the loader decides. `linear` accepts both."""
+    """Each Matrix is an Array, Int8 or Transposed: the loader decides. `linear` takes all."""
 
     rotary: Rotary | None
     attn_norm: Array  # [D]
