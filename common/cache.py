@@ -21,6 +21,7 @@ from common.sharding import DATA, TENSOR, P, round_up
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = float(jnp.finfo(FP8).max)
 LANES = 128  # the numbers in one row of a TPU's tile
+COPY_BLOCK = 128  # positions that are copied at once
 
 
 class KVCache(NamedTuple):
@@ -294,9 +295,71 @@ def copy_rows(state: Any, prefilled: Any, slot_B: Array, *, specs: Any, mesh: Me
     """`copy_slots` without its checks, as one program."""
 
     def run(state: Any, prefilled: Any, slot_B: Array) -> Any:
-        slots = len(state.length_B)
+        slots, rows = len(state.length_B), jnp.arange(len(slot_B))
         at_B = jnp.where(slot_B < 0, slots, slot_B)  # past the end, where writes are dropped
-        return jax.tree.map(lambda s, p: s.at[at_B].set(p, mode="drop"), state, prefilled)
+        without_cache = (x._replace(cache=()) for x in (state, prefilled))
+        copied = jax.tree.map(lambda s, p: s.at[at_B].set(p, mode="drop"), *without_cache)
+        lengths_B = jnp.where(slot_B < 0, 0, prefilled.length_B)
+        moved = (state.cache, prefilled.cache, rows, slot_B, lengths_B)
+        return copied._replace(cache=copy_blocks(*moved, specs.cache))
 
     run = jax.shard_map(run, mesh=mesh, in_specs=(specs, specs, P(DATA)), out_specs=specs)
     return run(state, prefilled, slot_B)
+
+
+@partial(jax.jit, static_argnames=("spec", "mesh"), donate_argnames="cache")
+def copy_prefixes(
+    cache: Any, source: Any, from_R: Array, to_R: Array, length_R: Array, *, spec: Any, mesh: Mesh
+) -> Any:
+    """Copies the first length_R[i] positions of slot from_R[i] of `source` into slot to_R[i] of the
+    donated `cache`. The arrays have the same number of rows for each data shard, and a copy stays
+    on its shard: slots are numbered within it. A length of 0 copies nothing."""
+    specs = (spec, spec, P(DATA), P(DATA), P(DATA))
+    run = partial(copy_blocks, spec=spec)
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=spec)(
+        cache, source, from_R, to_R, length_R
+    )
+
+
+def copy_blocks(
+    cache: Any, source: Any, from_R: Array, to_R: Array, length_R: Array, spec: Any
+) -> Any:
+    """`copy_prefixes` inside `shard_map`. It copies whole blocks of positions, so its bytes grow
+    with the length and not with the capacity. Where positions are split over devices, each device
+    copies those that it holds."""
+
+    def count_of(x: Array, y: Array, spec: Any, length: Array) -> Array:
+        axes = spec[2] if len(spec) > 2 else ()
+        mine = jnp.clip(length - lax.axis_index(axes) * x.shape[2], 0, y.shape[2])
+        return -(-mine // min(y.shape[2], COPY_BLOCK))
+
+    def copy_block(i: Array, j: Array, x: Array, y: Array) -> Array:
+        S, *rest = y.shape[2:]
+        W = min(S, COPY_BLOCK)
+        at: Any = jnp.minimum(j * W, S - W), *(0 for _ in rest)
+        block = lax.dynamic_slice(y, (from_R[i], 0, *at), (1, y.shape[1], W, *rest))
+        return lax.dynamic_update_slice(x, block, (to_R[i], 0, *at))
+
+    def copy(i: Array, cache: Any) -> Any:
+        counts = jax.tree.map(partial(count_of, length=length_R[i]), cache, source, specs)
+        return lax.fori_loop(
+            0,
+            jnp.stack(jax.tree.leaves(counts)).max(),
+            lambda j, cache: jax.tree.map(partial(copy_block, i, j), cache, source),
+            cache,
+        )
+
+    specs = jax.tree.broadcast(spec, cache)
+    return lax.fori_loop(0, len(to_R), copy, cache)
+
+
+@partial(jax.jit, static_argnames=("size", "spec", "mesh"))
+def slot_beginnings(cache: Any, from_R: Array, *, size: int, spec: Any, mesh: Mesh) -> Any:
+    """The first `size` positions of one slot of each data shard. Where positions are split over
+    devices: of the positions that each device holds."""
+
+    def run(cache: Any, from_R: Array) -> Any:
+        row = lambda x: lax.dynamic_slice_in_dim(x, from_R[0], 1)
+        return jax.tree.map(lambda x: row(x)[:, :, :size], cache)
+
+    return jax.shard_map(run, mesh=mesh, in_specs=(spec, P(DATA)), out_specs=spec)(cache, from_R)

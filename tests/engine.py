@@ -20,7 +20,7 @@ from common.loading.files import read_json
 from common.quant import Storage
 from common.sampling import sampling_params
 from common.serving.score import logits
-from common.serving.session import fetch
+from common.serving.session import publish
 from common.sharding import DATA, P, Shards, make_mesh, model_shards, parse_mesh
 
 ROOT = Path(__file__).parent.parent
@@ -154,7 +154,7 @@ def forward(
     model, config, weights, mesh, *_ = engine
     tokens_BT, end_B = (jnp.asarray(x, jnp.int32) for x in (tokens_BT, end_B))
     logits, cache = _logits(weights, cache, tokens_BT, end_B, model, config, mesh, implementation)
-    return fetch(logits), cache
+    return np.asarray(publish(logits)), cache
 
 
 def prefill(

@@ -33,7 +33,14 @@ from common.machines.bandwidth import experts_read, parallel_readers, read_bandw
 from common.machines.hosts import Group, joined, tell
 from common.machines.preflight import check_all_used, report
 from common.serving.load import Model, open_model, read_weights
-from common.serving.session import Session, cache_dtype, capacity_for, check_request, start_session
+from common.serving.session import (
+    PROMPT_CHUNK,
+    Session,
+    cache_dtype,
+    capacity_for,
+    check_request,
+    start_session,
+)
 from common.sharding import DATA, axes_of, make_mesh, parse_mesh, round_up
 from common.text.harmony import speaks_harmony
 
@@ -285,7 +292,8 @@ def run(
     began = time.perf_counter()
     model = read_weights(model, progress_bar(sys.stderr), args.seed, args.allow_nonfinite)
     load_s = time.perf_counter() - began
-    session = start_session(model, *sizes, dtype=cache)
+    reuse = 1 if args.chat else PROMPT_CHUNK
+    session = start_session(model, *sizes, dtype=cache, reuse_multiple=reuse)
     answer: Any = converse if args.chat else answer_prompts
     with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
         interrupted = answer(session, args, job, write)

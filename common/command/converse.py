@@ -265,7 +265,7 @@ def converse(session: Session, args: argparse.Namespace, job: Job, write: Write)
             raise ValueError(f"{have}, more than the cache's {session.capacity} (see --max-len)")
         reply = start_reply(tok, args)
         request = make_request(args, ids, len(turns) // 2)
-        events = serve(session, [request], tok.stop_ids, reuse_multiple=1)
+        events = serve(session, [request], tok.stop_ids)
         with interruptible() as pressed, contextlib.closing(events):
             for event in events:
                 reply, text = extend(tok, reply, event, 0.0, args)

@@ -1,16 +1,19 @@
-"""The serving loop: prompts in, tokens out. Prompts for which no slot is free wait in a queue.
+"""The serving loop: requests in, tokens out.
+
+A session takes requests at any time (`submit`), gives them up (`cancel`), and does one step of work
+(`step`), which returns what came of it. One thread does all of this.
 
 Step t + 1 is dispatched before step t's tokens are fetched, so host work overlaps device work.
 """
 
 import time
-from collections import deque
 from collections.abc import Collection, Generator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
+import numpy as np
 
 from common.sampling import INVALID
+from common.serving.kept import begin, find_beginning, release, settle
 from common.serving.load import Model
 from common.serving.session import (
     NO_TOKEN,
@@ -18,121 +21,181 @@ from common.serving.session import (
     Event,
     Request,
     Session,
-    buckets,
+    Work,
     capacity_for,
     check_request,
     empty_others,
-    fetch,
-    insert_prompts,
-    read_prompts,
+    generate,
+    next_bucket,
+    publish,
+    read_chunk,
     start_session,
-    step,
     timed,
 )
 from common.sharding import DATA, round_up
 from common.text.tokenizer import decode, encode
 
-
-class Running(NamedTuple):
-    """The request in a slot."""
-
-    request: int
-    left: int  # tokens that it may still produce
-    length: int  # tokens of prompt and reply so far
+LEAST_COST = PROMPT_CHUNK // 4  # a read of fewer tokens takes as long: it reads all weights
 
 
-def admit(
-    requests: Sequence[Request],
-    waiting: deque[int],
-    running: dict[int, Running],
-    rows: int,
-    per_row: int,
-) -> dict[int, tuple[int, int]]:
-    """Takes waiting requests in order, one per data shard with a free slot. Returns {shard:
-    (request, slot)}.
+def submit(session: Session, request: Request) -> int:
+    """Adds a request. Returns its number, which its events carry. ValueError if it cannot be
+    served."""
+    check_request(request, session.capacity, session.model.config.max_position_embeddings)
+    session.began = session.began or time.perf_counter()
+    session.arrived.append((session.ids, request))
+    session.ids += 1
+    return session.ids - 1
 
-    Prompts are read together only if they take the same buckets. So how a prompt is read does not
-    depend on the others.
+
+def cancel(session: Session, number: int) -> None:
+    """Gives up a request, if it has not ended. There will be no more events of it, and its slot is
+    free before the next step."""
+    session.arrived.append((number, None))
+
+
+def is_busy(session: Session) -> bool:
+    """Whether `step` has anything to do."""
+    s = session
+    return bool(s.arrived or s.waiting or s.reading or s.read or s.running or s.freed)
+
+
+def step(session: Session) -> list[Event]:
+    """Does one step of work: reads a chunk of prompts, or decodes a token of every running text.
+    Returns the tokens that became ready.
+
+    Between two steps of decoding, prompts of at most PROMPT_CHUNK tokens are read. So no running
+    text ever waits for more than one chunk, and no prompt waits for ever.
     """
-    entering: dict[int, tuple[int, int]] = {}
-    for row in range(rows):
-        free = [s for s in range(row * per_row, (row + 1) * per_row) if s not in running]
-        together = [request for request, _ in entering.values()] + ([waiting[0]] if waiting else [])
-        lengths = {tuple(buckets(len(requests[i].prompt))) for i in together}
-        if free and waiting and len(lengths) == 1:
-            entering[row] = (waiting.popleft(), free[0])
-    return entering
+    receive(session)
+    with timed(session.stats, "prefill_s"):
+        settle(session)
+        admit(session)
+        if session.freed:
+            empty_others(session, session.running)
+            session.freed = False
+    if session.reading:
+        bucket = next_bucket(next(iter(session.reading.values())))
+        cost = max(bucket, LEAST_COST)
+        if cost <= session.budget or not session.running:
+            session.budget -= cost
+            return read(session, bucket)
+    session.budget = PROMPT_CHUNK
+    return decode_all(session)
+
+
+def receive(session: Session) -> None:
+    """Lets the requests in that have arrived, and drops those that were given up."""
+    arrived, session.arrived = session.arrived, []
+    for number, request in arrived:
+        if request is not None:
+            session.waiting[number] = Work(number, request, list(request.prompt))
+            continue
+        session.waiting.pop(number, None)
+        session.reading = {row: w for row, w in session.reading.items() if w.number != number}
+        for work in session.read.values():
+            work.ended = work.ended or work.number == number
+        for slot in [slot for slot, work in session.running.items() if work.number == number]:
+            release(session, slot)
+
+
+def admit(session: Session) -> None:
+    """Assigns waiting requests to data shards that read no prompt and have a free slot: strictly in
+    the order in which they came, so none can starve. Of several such shards, a request goes to the
+    one that holds the longest beginning of its prompt, or else to the one with the most free
+    slots."""
+    while session.waiting:
+        taken = [slot // session.per_row for slot in session.running]
+        rows = [row for row in range(session.rows) if row not in session.reading]
+        rows = [row for row in rows if taken.count(row) < session.per_row]
+        if not rows:
+            return
+        _, work = session.waiting.popitem(last=False)
+        found = {row: find_beginning(session, row, work) for row in rows}
+        row = max(rows, key=lambda row: (found[row][1], -taken.count(row)))
+        begin(session, row, work, *found[row])
+
+
+def read(session: Session, bucket: int) -> list[Event]:
+    """Reads a chunk of a prompt on each data shard. Shards take turns: the one that waits longest
+    goes first, and those join it whose next tokens take the same bucket. So how a prompt is read
+    does not depend on the others. Returns the first tokens of the prompts that are complete."""
+    together = {row: w for row, w in session.reading.items() if next_bucket(w) == bucket}
+    with timed(session.stats, "prefill_s"):
+        read_chunk(session, together, bucket)
+        for row, work in together.items():
+            del session.reading[row]  # and back in, behind the others
+            work.cached = min(work.cached + bucket, len(work.tokens))
+            (session.read if work.cached == len(work.tokens) else session.reading)[row] = work
+        if not session.read:
+            return []
+        first_B = np.asarray(publish(session.prompts.token_B)).tolist()
+    events = [add(session, work, first_B[row]) for row, work in session.read.items()]
+    session.stats.first_token_s = session.stats.first_token_s or time.perf_counter() - session.began
+    return events
+
+
+def decode_all(session: Session) -> list[Event]:
+    """Dispatches a step of all running texts. Returns the tokens of the step before it."""
+    stats, running, behind = session.stats, session.running, session.ahead
+    session.ahead, events = None, list[Event]()
+    # A chunk that was dispatched before the step takes its share of the time.
+    with timed(stats, "prefill_s" if session.reading else "decode_s"):
+        if running:
+            owners = {slot: work.number for slot, work in running.items()}
+            session.ahead = generate(session), owners
+            filled = sum(len(work.tokens) for work in running.values())
+            stats.filled += filled / (session.slots * session.capacity)
+        if behind is None:
+            return []
+        tokens_BT = np.asarray(behind[0]).reshape(session.slots, -1).tolist()
+    for slot, number in behind[1].items():
+        if slot in running and running[slot].number == number and len(tokens_BT[slot]) > 1:
+            stats.drafts += 1
+            stats.drafts_right += tokens_BT[slot][1] != NO_TOKEN
+        for token in tokens_BT[slot]:
+            work = running.get(slot)
+            if work is not None and work.number == number and token != NO_TOKEN:
+                events.append(add(session, work, token))
+                if work.ended:
+                    release(session, slot)
+    stats.decode_tokens += len(events)
+    return events
+
+
+def add(session: Session, work: Work, token: int) -> Event:
+    """Adds a token to a request, and ends the request if that was its last."""
+    request, finish = work.request, None
+    work.tokens.append(token)
+    if token == INVALID:
+        finish = "invalid"
+    elif token in request.stop_ids:
+        finish = "stop"
+    # The newest token is not in the cache.
+    elif work.made == request.max_new_tokens or len(work.tokens) > session.capacity:
+        finish = "length"
+    work.ended = finish is not None
+    return Event(work.number, token, finish)
 
 
 def serve(
-    session: Session,
-    requests: Sequence[Request],
-    stop_ids: Collection[int] = (),
-    reuse_multiple: int = PROMPT_CHUNK,
+    session: Session, requests: Sequence[Request], stop_ids: Collection[int] = ()
 ) -> Generator[Event, None, None]:
-    """Yields the tokens of all requests as they are made. ValueError if a request cannot be served.
-
-    If a prompt begins like the previous prompt on its data shard, that part of the cache is reused,
-    in multiples of `reuse_multiple` tokens. With the default, a prompt is read in the same chunks
-    whatever came before, so its reply does not depend on that, not even by a rounding error. A
-    conversation passes 1.
-    """
+    """Yields the tokens of all requests as they are made, in a session that has no others. An
+    event's `request` is an index into `requests`, which end with `stop_ids`, too. ValueError if a
+    request cannot be served."""
+    limit = session.model.config.max_position_embeddings
     for i, request in enumerate(requests):
-        limit = session.model.config.max_position_embeddings
         check_request(request, session.capacity, limit, f"prompt {i + 1}")
-    rows, stats, began = len(session.held), session.stats, time.perf_counter()
-    waiting, running = deque(range(len(requests))), dict[int, Running]()
-    ahead: tuple[jax.Array, dict[int, int]] | None = None  # tokens to fetch, {slot: request}
-
-    def book(slot: int, token: int) -> Event:
-        request, left, length = running.pop(slot)
-        finish = "stop" if token in stop_ids else "length" if left == 1 else None
-        finish = "invalid" if token == INVALID else finish
-        if finish is None:
-            running[slot] = Running(request, left - 1, length + 1)
-        return Event(request, token, finish)
-
+    requests = [r._replace(stop_ids={*r.stop_ids, *stop_ids}) for r in requests]
+    numbers = {submit(session, request): i for i, request in enumerate(requests)}
     try:
-        while waiting or running:
-            while waiting and (
-                entering := admit(requests, waiting, running, rows, session.slots // rows)
-            ):
-                tokens = read_prompts(session, requests, entering, reuse_multiple)
-                stats.first_token_s = stats.first_token_s or time.perf_counter() - began
-                for row, (i, slot) in entering.items():
-                    length = len(requests[i].prompt)
-                    room = session.capacity - length + 1  # the last token is never cached
-                    left = min(requests[i].max_new_tokens, room)
-                    running[slot] = Running(i, left, length)
-                    yield book(slot, int(tokens[row]))
-                insert_prompts(session, entering)
-                empty_others(session, running)
-            produced: list[tuple[int, int]] = []
-            with timed(stats, "decode_s"):
-                behind, ahead = ahead, None
-                if running:
-                    ahead = step(session), {slot: r.request for slot, r in running.items()}
-                    filled = sum(r.length + 1 for r in running.values())
-                    stats.filled += filled / (session.slots * session.capacity)
-                if behind:
-                    tokens = fetch(behind[0])
-                    produced = [
-                        (slot, int(token))
-                        for slot, i in behind[1].items()
-                        for token in tokens[slot]
-                        if slot in running and running[slot].request == i
-                    ]
-                    if tokens.shape[1] > 1:
-                        stats.drafts += len(produced) // 2
-                        stats.drafts_right += sum(token != NO_TOKEN for _, token in produced[1::2])
-            for slot, token in produced:
-                if token != NO_TOKEN and slot in running:  # skips what follows a stop token
-                    stats.decode_tokens += 1
-                    yield book(slot, token)
-            if any(slot not in running for slot, _ in produced):
-                empty_others(session, running)
+        while is_busy(session):
+            for event in step(session):
+                yield event._replace(request=numbers[event.request])
     finally:  # also if the caller stops early
-        empty_others(session, {})
+        for number in numbers:
+            cancel(session, number)
 
 
 def complete(

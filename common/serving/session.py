@@ -1,11 +1,14 @@
 """A session: a model with slots in which it decodes, and the single steps that fill and empty them.
 
 One prompt per `data` shard is read at a time, in chunks whose lengths come from a short list of
-buckets. Its cache is then inserted into a free slot. All filled slots decode together.
+buckets. Its cache is then inserted into a free slot. All filled slots decode together. A slot whose
+request has ended keeps what it holds until another request needs it; then its text may move to a
+kept slot, and from there to host memory. `serve` decides what happens when.
 """
 
 import contextlib
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,13 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from common.kernels.dispatch import AUTO, Impl
-from common.sampling import check_sampling, sampling_params
+from common.sampling import Sampling, check_sampling, sampling_params
 from common.serving.load import Model, cache_dtype
+from common.serving.prefixes import Place, Prefixes
 from common.sharding import DATA, P, model_shards
 
 NO_TOKEN = -2  # takes the place of a second token if the draft was wrong
@@ -38,6 +41,26 @@ class Request(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    stop_ids: Collection[int] = ()  # the reply ends with any of these
+
+    @property
+    def sampling(self) -> tuple[Any, ...]:
+        return self[2:7]
+
+
+@dataclass
+class Work:
+    """A request in a session."""
+
+    number: int
+    request: Request
+    tokens: list[int]  # of the prompt and the reply so far
+    cached: int = 0  # how many prompt tokens are read
+    ended: bool = False
+
+    @property
+    def made(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
 
 
 NO_REQUEST = Request((), 1)
@@ -54,10 +77,10 @@ class Event(NamedTuple):
 
 @dataclass
 class Stats:
-    """Seconds and tokens, which `serve` counts as it goes."""
+    """Seconds and tokens, which `step` counts as it goes."""
 
     compile_s: float = 0.0  # in calls that compiled a program
-    first_token_s: float = 0.0  # from the call of `serve` to its first token, compilation included
+    first_token_s: float = 0.0  # from the first request to its first token, compilation included
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens already cached by an earlier prompt
@@ -71,16 +94,40 @@ class Stats:
 
 @dataclass
 class Session:
-    """A model with slots in which it decodes, and the state that outlives one call of `serve`."""
+    """A model with slots in which it decodes, and all requests that are not done."""
 
     model: Model
     slots: int
     capacity: int  # positions per slot
     implementation: str
+    reuse_multiple: int  # see `start_session`
     state: Any  # the model file's DecodeState of all slots
     prompts: Any  # a DecodeState with one slot per data shard, in which prompts are read
-    held: list[list[int]]  # the tokens in each slot of `prompts`
+    kept: Any  # the cache of the kept slots
+    keep: int  # how many those are on each data shard
+    host_bytes: int  # what may be stored in host memory for each data shard
+    prefixes: list[Prefixes]  # what each data shard holds
+    stored: list[dict[Place, Any]]  # the caches of each data shard that are in host memory
+    arrived: list[tuple[int, Request | None]] = field(default_factory=list)  # None: given up
+    waiting: OrderedDict[int, Work] = field(default_factory=OrderedDict)  # by number
+    reading: dict[int, Work] = field(default_factory=dict)  # by data shard; the first is next
+    read: dict[int, Work] = field(default_factory=dict)  # by data shard; not in a slot yet
+    running: dict[int, Work] = field(default_factory=dict)  # by slot
+    ahead: tuple[jax.Array, dict[int, int]] | None = None  # tokens to fetch, {slot: request}
+    budget: int = PROMPT_CHUNK  # prompt tokens that may be read before the next decode step
+    freed: bool = False  # whether a slot that no longer runs has not been emptied
+    ids: int = 0  # requests so far
+    began: float = 0.0  # when the first of them came
     stats: Stats = field(default_factory=Stats)
+
+    @property
+    def rows(self) -> int:
+        """The number of data shards."""
+        return len(self.prefixes)
+
+    @property
+    def per_row(self) -> int:
+        return self.slots // self.rows
 
 
 def capacity_for(need: int, limit: int) -> int:
@@ -95,24 +142,50 @@ def start_session(
     capacity: int,
     dtype: DTypeLike | None = None,
     implementation: str = AUTO,
+    *,
+    keep: int = 0,
+    keep_host: float = 0.0,
+    reuse_multiple: int = PROMPT_CHUNK,
 ) -> Session:
-    """Allocates `slots` slots of `capacity` positions on the model's mesh, with a cache of `dtype`
-    (by default that of `cache_dtype`). AUTO on CPU means BLOCKED, which does not import the kernels
-    of other platforms: the import takes half a second."""
+    """Allocates `slots` slots of `capacity` positions on the model's mesh.
+
+    Args:
+      dtype: of the cache; by default that of `cache_dtype`.
+      implementation: AUTO on CPU means BLOCKED, which does not import the kernels of other
+        platforms: the import takes half a second.
+      keep: the number of further slots, which do not decode. They keep the texts of requests that
+        have ended, for prompts that begin alike.
+      keep_host: gigabytes of host memory for texts that the kept slots have no room for.
+      reuse_multiple: beginnings of prompts are reused in multiples of this. With the default, a
+        prompt is read in the same chunks whatever came before, so its reply does not depend on
+        that, not even by a rounding error. A conversation passes 1, which also reuses replies.
+    """
     module, mesh, rows = model.module, model.mesh, model.mesh.shape[DATA]
-    if slots < 1 or slots % rows:
-        raise ValueError(f"{slots} slots cannot be split evenly over data={rows}")
+    for count, what in ((slots, "slots"), (keep, "kept slots")):
+        if count < (what == "slots") or count % rows:
+            raise ValueError(f"{count} {what} cannot be split evenly over data={rows}")
     dtype = cache_dtype(model.dtype, model.on_cpu) if dtype is None else jnp.dtype(dtype)
     if implementation == AUTO and model.on_cpu:
         implementation = Impl.BLOCKED
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), module.STATE_SPEC)
     shape = dict(capacity=capacity, dtype=dtype, shards=model_shards(mesh))
     make = partial(module.init_state, model.config, **shape)
-    state, prompts = (
-        jax.jit(partial(make, slots=n), out_shardings=shardings)() for n in (slots, rows)
+    state, prompts, kept = (
+        jax.jit(partial(make, slots=n), out_shardings=shardings)() for n in (slots, rows, keep)
     )
     return Session(
-        model, slots, capacity, implementation, state, prompts, [[] for _ in range(rows)]
+        model,
+        slots,
+        capacity,
+        implementation,
+        reuse_multiple,
+        state,
+        prompts,
+        kept.cache,
+        keep // rows,
+        int(keep_host * 1e9) // rows,
+        [Prefixes() for _ in range(rows)],
+        [{} for _ in range(rows)],
     )
 
 
@@ -135,13 +208,7 @@ def check_request(request: Request, capacity: int, limit: int, name: str = "the 
         raise ValueError(f"{name} has {n} tokens, but the model's context has {limit}")
     if n > capacity:
         raise ValueError(f"{name} has {n} tokens, over the cache's {capacity} (see --max-len)")
-    check_sampling(*request[2:])
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+    check_sampling(*request.sampling)
 
 
 compilations = 0  # programs that XLA compiled in this process
@@ -166,72 +233,64 @@ def timed(stats: Stats, phase: str) -> Iterator[None]:
     setattr(stats, phase, getattr(stats, phase) + time.perf_counter() - began)
 
 
-def fetch(array: jax.Array) -> np.ndarray:
-    """Copies a device array to every host."""
-    if jax.process_count() > 1:
-        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-    return np.asarray(array)
+@partial(jax.jit, static_argnames="sharding")
+def replicate(x: jax.Array, sharding: Any) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jnp.copy(x), sharding)
 
 
-def read_prompts(
-    session: Session, requests: Sequence[Request], entering: dict[int, tuple[int, int]], reuse: int
-) -> np.ndarray:
-    """Prefills the `entering` prompts, and returns the first token of each data shard's prompt.
-    Tokens that are already cached, in multiples of `reuse`, are not read again."""
-    model, stats, rows = session.model, session.stats, len(session.held)
-    batch = [requests[entering[r][0]] if r in entering else NO_REQUEST for r in range(rows)]
-    prompts = [list(request.prompt) for request in batch]
-    same = [common_prefix(p[:-1], held) for p, held in zip(prompts, session.held, strict=True) if p]
-    start = min(same) // reuse * reuse
-    session.held = [[] for _ in prompts]  # in case this is interrupted
-    stats.cached_tokens += start * len(same)
-    stats.prefill_tokens += sum(len(p) - start for p in prompts if p)
-    static: Any = dict(config=model.config, mesh=model.mesh, implementation=session.implementation)
-    place = partial(jax.device_put, device=NamedSharding(model.mesh, P(DATA)))
-    columns = zip(*(request[2:] for request in batch), strict=True)
-    session.prompts = session.prompts._replace(
-        length_B=place(np.array([start if p else 0 for p in prompts], np.int32)),
-        sampling=place(sampling_params(rows, *map(list, columns))),
+def publish(x: jax.Array) -> jax.Array:
+    """A copy of an array that every process can read."""
+    sharding: Any = x.sharding
+    return replicate(x, NamedSharding(sharding.mesh, P()))
+
+
+def per_shard(session: Session, values: Sequence[Any]) -> jax.Array:
+    """One int32 value, or row of values, for each data shard, which holds its own."""
+    sharding = NamedSharding(session.model.mesh, P(DATA))
+    return jax.device_put(np.asarray(values, np.int32), sharding)
+
+
+def settings(session: Session) -> Sampling:
+    """The sampling parameters of the prompts that are being read."""
+    works = (session.reading.get(row) for row in range(session.rows))
+    columns = zip(*((work.request if work else NO_REQUEST).sampling for work in works), strict=True)
+    params = sampling_params(session.rows, *map(list, columns))
+    return jax.device_put(params, NamedSharding(session.model.mesh, P(DATA)))
+
+
+def next_bucket(work: Work) -> int:
+    return buckets(len(work.tokens) - work.cached)[0]
+
+
+def read_chunk(session: Session, together: dict[int, Work], bucket: int) -> None:
+    """Appends up to `bucket` prompt tokens of each request, which are read on different data
+    shards, to what is read of it."""
+    parts = [
+        work.tokens[work.cached : work.cached + bucket] if (work := together.get(row)) else []
+        for row in range(session.rows)
+    ]
+    tokens_BT = per_shard(session, [part + [0] * (bucket - len(part)) for part in parts])
+    count_B = per_shard(session, [*map(len, parts)])
+    session.prompts = session.model.module.prefill(
+        session.model.weights, session.prompts, tokens_BT, count_B, **static(session)
     )
-    for bucket in buckets(max(map(len, prompts)) - start):
-        parts = [p[start : start + bucket] for p in prompts]
-        tokens = np.array([part + [0] * (bucket - len(part)) for part in parts], np.int32)
-        counts = np.array([*map(len, parts)], np.int32)
-        with timed(stats, "prefill_s"):
-            session.prompts = model.module.prefill(
-                model.weights, session.prompts, place(tokens), place(counts), **static
-            )
-        start += bucket
-    with timed(stats, "prefill_s"):
-        first = fetch(session.prompts.token_B)
-    session.held = prompts
-    return first
 
 
-def insert_prompts(session: Session, entering: dict[int, tuple[int, int]]) -> None:
-    """Copies the prompts that were read into the slots in which they decode. It runs after their
-    first tokens are out, so those need not wait for the copy."""
-    model, rows = session.model, len(session.held)
-    per_row = session.slots // rows
-    slot_B = [entering[r][1] % per_row if r in entering else -1 for r in range(rows)]
-    with timed(session.stats, "prefill_s"):
-        session.state = model.module.insert(
-            session.state, session.prompts, np.array(slot_B, np.int32), mesh=model.mesh
-        )
+def static(session: Session) -> dict[str, Any]:
+    model = session.model
+    return dict(config=model.config, mesh=model.mesh, implementation=session.implementation)
 
 
-def step(session: Session) -> jax.Array:
-    """Dispatches one decode step of all slots. Returns its tokens: [B, 1], or `drafted_tokens` if
+def generate(session: Session) -> jax.Array:
+    """Dispatches one decode step of all slots. Returns its tokens: [B], or `drafted_tokens` if
     the module drafts. They are a copy, because the next step overwrites the state's own."""
-    model, drafts = session.model, hasattr(session.state, "draft_B")
-    static: Any = dict(config=model.config, mesh=model.mesh, implementation=session.implementation)
-    state = session.state
+    state, drafts = session.state, hasattr(session.state, "draft_B")
     before = [jnp.copy(x) for x in (state.draft_B, state.length_B)] if drafts else []
-    session.state = model.module.generate(model.weights, state, **static)
+    session.state = session.model.module.generate(session.model.weights, state, **static(session))
     session.stats.decode_steps += 1
     if not drafts:
-        return jnp.copy(session.state.token_B)[:, None]
-    return drafted_tokens(*before, session.state.length_B, session.state.token_B)
+        return publish(session.state.token_B)
+    return publish(drafted_tokens(*before, session.state.length_B, session.state.token_B))
 
 
 @jax.jit
@@ -246,14 +305,17 @@ def drafted_tokens(
 
 
 @partial(jax.jit, static_argnames="sharding")
-def keep(length_B: jax.Array, keep_B: jax.Array, sharding: Any) -> jax.Array:
-    return jax.lax.with_sharding_constraint(jnp.where(keep_B, length_B, 0), sharding)
+def where(keep_B: np.ndarray, x_B: jax.Array, sharding: Any) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jnp.where(keep_B, x_B, 0), sharding)
 
 
 def empty_others(session: Session, running: Collection[int]) -> None:
-    """Frees every slot that is not running."""
-    length_B = session.state.length_B
-    keep_B = np.isin(np.arange(length_B.shape[0]), list(running))
-    session.state = session.state._replace(
-        length_B=keep(length_B, keep_B, sharding=length_B.sharding)
+    """Frees every slot that is not running. What its cache holds stays."""
+    state, sampling = session.state, session.state.sampling
+    keep_B = np.isin(np.arange(session.slots), list(running))
+    length_B, temperature_B = (
+        where(keep_B, x_B, sharding=x_B.sharding)
+        for x_B in (state.length_B, sampling.temperature_B)
     )
+    sampling = sampling._replace(temperature_B=temperature_B)  # `sample` need not search for it
+    session.state = state._replace(length_B=length_B, sampling=sampling)
