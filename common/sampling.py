@@ -211,3 +211,50 @@ def _descend(mass_BX: Array, rest_B: Array) -> tuple[Array, Array]:
     bin_B = jnp.argmax(end_BX > rest_B[:, None], axis=1).astype(jnp.int32)
     start_B = jnp.take_along_axis(end_BX - mass_BX, bin_B[:, None], axis=1)[:, 0]
     return bin_B, jnp.maximum(rest_B - start_B, 0)
+
+
+class Scores(NamedTuple):
+    """Log-probabilities under the model's own distribution, before temperature and filters."""
+
+    token_BT: Array  # float32, of the given tokens
+    likeliest_BTX: Array  # int32, the X likeliest tokens, the likeliest first
+    score_BTX: Array  # float32, of these
+
+
+def scores(
+    logits_BTV: Array,
+    tokens_BT: Array,
+    wanted_B: Array,
+    n: int,
+    vocab_size: int,
+    axes: tuple[str, ...],
+) -> Scores:
+    """Scores tokens and the n likeliest ones, inside `shard_map`; computes nothing if no slot wants
+    it. Each device sends its own n candidates, and no logits."""
+    V = logits_BTV.shape[-1]
+    first = lax.axis_index(axes) * V
+
+    def compute() -> Scores:
+        x_BTV = jnp.where(first + jnp.arange(V) < vocab_size, logits_BTV, -jnp.inf)
+        max_BT = lax.pmax(x_BTV.max(-1), axes)  # one per device -> replicated, here and below
+        sum_BT = lax.psum(jnp.exp(x_BTV - max_BT[..., None]).sum(-1), axes)
+        total_BT = max_BT + jnp.log(sum_BT)
+        local_BT = tokens_BT - first
+        own_BTX = jnp.take_along_axis(x_BTV, jnp.clip(local_BT, 0, V - 1)[..., None], axis=-1)
+        own_BT = jnp.where((local_BT >= 0) & (local_BT < V), own_BTX[..., 0], 0)
+        token_BT = lax.psum(own_BT, axes) - total_BT
+        top_BTX, at_BTX = lax.top_k(x_BTV, min(n, V))
+        # own candidates -> those of all devices
+        top_BTX, id_BTX = (
+            lax.all_gather(x, axes, axis=2, tiled=True) for x in (top_BTX, first + at_BTX)
+        )
+        top_BTX, order_BTX = lax.top_k(top_BTX, n)
+        id_BTX = jnp.take_along_axis(id_BTX, order_BTX, axis=-1)
+        top_BTX, id_BTX = lax.pmax((top_BTX, id_BTX), axes)  # equal: now `shard_map` knows it
+        return Scores(token_BT, id_BTX, top_BTX - total_BT[..., None])
+
+    def skip() -> Scores:
+        zero_BTX = tokens_BT[..., None] * jnp.zeros(n, jnp.int32)
+        return Scores(tokens_BT * 0.0, zero_BTX, zero_BTX * 0.0)
+
+    return lax.cond(jnp.any(wanted_B), compute, skip)

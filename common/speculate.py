@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from common.kernels.dispatch import AUTO, KERNEL_FREE
-from common.sampling import Sampling, sample
+from common.sampling import Sampling, Scores, sample, scores
 from common.sharding import DATA, MODEL, P
 from common.weights import specs_like
 
 Array = jax.Array
+NO_TOKEN = -2  # stands after the tokens that a step produced, where drafts were wrong
 
 
 def verify(
@@ -47,27 +48,64 @@ def verify(
     return tokens_BT, 1 + jnp.cumprod(right_BK, axis=1).sum(axis=1).astype(jnp.int32)
 
 
+def counting(new_BT: Array, count_B: Array) -> Array:
+    """The first count_B tokens of each slot, with NO_TOKEN in place of the others."""
+    return jnp.where(jnp.arange(new_BT.shape[1]) < count_B[:, None], new_BT, NO_TOKEN)
+
+
+def lookup(text_BS: Array, length_B: Array, K: int) -> Array:
+    """Drafts K tokens [B, K]: those that followed when the newest tokens of a slot last stood in
+    its own text. Three tokens that repeat go before two. If what followed reaches the end of the
+    text, it is repeated. NO_TOKEN where nothing repeats. (Prompt lookup decoding.)
+
+    Args:
+      text_BS: the tokens of each slot, of which the newest is at length_B.
+    """
+    at_S = jnp.arange(text_BS.shape[1])
+
+    def equal(back: int) -> Array:
+        """Whether the token `back` before a position is the one `back` before the newest."""
+        newest_B1 = jnp.take_along_axis(text_BS, jnp.maximum(length_B - back, 0)[:, None], axis=1)
+        return jnp.roll(text_BS, back, axis=1) == newest_B1
+
+    two_BS = equal(0) & equal(1) & (at_S < length_B[:, None])
+    found_BS = (two_BS & (at_S >= 1)) * 1 + (two_BS & equal(2) & (at_S >= 2)) * len(at_S)
+    best_BS = jnp.where(found_BS > 0, found_BS + at_S, 0)
+    at_B = best_BS.argmax(1)
+    period_B = length_B - at_B
+    next_BK = at_B[:, None] + 1 + jnp.arange(K) % jnp.maximum(period_B, 1)[:, None]
+    draft_BK = jnp.take_along_axis(text_BS, jnp.minimum(next_BK, len(at_S) - 1), axis=1)
+    return jnp.where(best_BS.max(1)[:, None] > 0, draft_BK, NO_TOKEN)
+
+
 @partial(
-    jax.jit, static_argnames=("model", "config", "mesh", "implementation"), donate_argnames="state"
+    jax.jit,
+    static_argnames=("model", "config", "mesh", "implementation", "likeliest"),
+    donate_argnames="state",
 )
 def generate(
     model: ModuleType,
     weights: Any,
     state: Any,
     draft_BK: Array,
+    scored_B: Array | None = None,
     *,
     config: Any,
     mesh: Mesh,
     implementation: str = AUTO,
-) -> tuple[Any, Array, Array]:
-    """`model.generate` with K drafted tokens for each slot.
+    likeliest: int = 0,
+) -> tuple[Any, Array, Array, Scores | None]:
+    """`model.generate` with K drafted tokens for each slot; K may be 0.
 
     Returns the state, and what `verify` returns: the new tokens [B, K + 1], and how many of them
-    count [B], 0 in an empty slot. `state` is donated. Tokens past the capacity are not cached, so
-    the tokens after them are wrong: the caller must not take tokens beyond the capacity.
+    count [B], 0 in an empty slot. Then the scores of the new tokens and of the `likeliest` ones, if
+    scored_B says which slots want them. `state` is donated. Tokens past the capacity are not
+    cached, so the tokens after them are wrong: the caller must not take tokens beyond the capacity.
     """
 
-    def run(weights: Any, state: Any, draft_BK: Array) -> tuple[Any, Array, Array]:
+    def run(
+        weights: Any, state: Any, draft_BK: Array, scored_B: Array | None
+    ) -> tuple[Any, Array, Array, Any]:
         tokens_BT = jnp.concatenate([state.token_B[:, None], draft_BK], axis=1)
         is_filled = state.length_B > 0
         end_B = jnp.where(is_filled, state.length_B + tokens_BT.shape[1], 0)
@@ -84,13 +122,16 @@ def generate(
             length_B=state.length_B + count_B,
             token_B=jnp.where(is_filled, newest_B, state.token_B),
         )
-        return state, new_BT, count_B
+        scored = None
+        if scored_B is not None:
+            scored = scores(logits_BTV, new_BT, scored_B, likeliest, config.vocab_size, MODEL)
+        return state, new_BT, count_B, scored
 
     specs = specs_like(weights, model.weight_layout(config))
     return jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(specs, model.STATE_SPEC, P(DATA)),
-        out_specs=(model.STATE_SPEC, P(DATA), P(DATA)),
+        in_specs=(specs, model.STATE_SPEC, P(DATA), P(DATA)),
+        out_specs=(model.STATE_SPEC, P(DATA), P(DATA), P(DATA)),
         check_vma=implementation in KERNEL_FREE,
-    )(weights, state, draft_BK)
+    )(weights, state, draft_BK, scored_B)

@@ -26,7 +26,7 @@ from common.names import Table, fp8_table
 from common.quant import Matrix, linear
 from common.sampling import Sampling, sample
 from common.sharding import DATA, MODEL, UNSPLIT, P, Shards
-from common.speculate import verify
+from common.speculate import NO_TOKEN, counting, verify
 from common.weights import matrix, norm, specs_like
 from deepseek_r1 import model
 from deepseek_r1.model import Config, Layer
@@ -60,9 +60,10 @@ class DecodeState(NamedTuple):
     token_B: Array
     sampling: Sampling
     draft_B: Array  # int32: the drafted token, which may come after the newest
+    new_BT: Array  # int32 [B, 2]: the tokens of the last step, then NO_TOKEN
 
 
-STATE_SPEC = DecodeState(*model.STATE_SPEC, draft_B=P(DATA))
+STATE_SPEC = DecodeState(*model.STATE_SPEC, draft_B=P(DATA), new_BT=P(DATA))
 
 
 def without_mtp(weights: Weights) -> model.Weights:
@@ -176,11 +177,13 @@ def append(
         count_B = jnp.where(is_on_B, count_B, 0)
         length_B = state.length_B + count_B
         token_B = new_BT[row_B, count_B - 1]
+        last_BT = counting(new_BT, count_B)
     else:
         length_B = state.length_B + count_B
         logits_BV = head(x_BTD[row_B, count_B - 1], main)
         token_B = sample(logits_BV, state.sampling, length_B, config.vocab_size, MODEL)
         new_BT = jnp.roll(tokens_BT, -1, axis=1).at[row_B, count_B - 1].set(token_B)
+        last_BT = jnp.stack([token_B, jnp.full_like(token_B, NO_TOKEN)], axis=1)
     y_BTD, last = draft(x_BTD, new_BT, weights, state.cache[-1], end_B, config, implementation)
     logits_BV = head(y_BTD[row_B, count_B - 1], main)
     draft_B = sample(logits_BV, state.sampling, length_B + 1, config.vocab_size, MODEL)
@@ -190,6 +193,7 @@ def append(
         token_B=jnp.where(is_on_B, token_B, state.token_B),
         sampling=state.sampling,
         draft_B=jnp.where(is_on_B, draft_B, state.draft_B),
+        new_BT=last_BT,
     )
 
 
@@ -268,7 +272,9 @@ def init_state(
     """`init_state` of model.py, with one more cache."""
     main = model.init_state(config, slots, capacity, dtype, shards)
     cache = jax.tree.map(jnp.copy, main.cache[0])
-    return DecodeState((*main.cache, cache), *main[1:], draft_B=jnp.zeros(slots, jnp.int32))
+    none_B = jnp.zeros(slots, jnp.int32)
+    new_BT = jnp.zeros((slots, 2), jnp.int32)
+    return DecodeState((*main.cache, cache), *main[1:], draft_B=none_B, new_BT=new_BT)
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:

@@ -273,7 +273,7 @@ def test_drafts_are_kept_up_to_the_first_that_is_wrong(K):
             draft = np.array([want[len(got) : len(got) + K]], np.int32)
             if wrong is not None:
                 draft[0, wrong] = (draft[0, wrong] + 1) % opened.config.vocab_size
-            state, new_BT, count_B = speculate.generate(
+            state, new_BT, count_B, _ = speculate.generate(
                 llama, opened.weights, state, draft, **static
             )
             held = int(count_B[0])
@@ -288,7 +288,7 @@ def test_drafts_are_kept_up_to_the_first_that_is_wrong(K):
 def test_an_empty_slot_stays_empty_whatever_is_drafted():
     opened = load_model(llama, mesh=make_mesh(), dtype="float32")
     state = start_session(opened, 2, 32).state
-    state, _, count_B = speculate.generate(
+    state, _, count_B, _ = speculate.generate(
         llama,
         opened.weights,
         state,

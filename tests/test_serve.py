@@ -13,6 +13,7 @@ from common.serving.score import logits
 from common.serving.serve import complete, serve, step
 from common.serving.session import Request, buckets, start_session
 from common.sharding import make_mesh
+from common.speculate import NO_TOKEN, counting
 from common.text.tokenizer import decode, encode
 from llama3 import model
 
@@ -183,15 +184,9 @@ def test_logits_that_become_no_numbers_end_a_request_after_what_it_has(session, 
     assert not np.asarray(another.state.length_B).any()
 
 
-@pytest.mark.parametrize("draft", [9, -1])
-def test_of_drafts_an_invalid_token_is_told_from_one_that_is_not_there(draft):
-    draft_B, length_B, new_length_B, token_B = (
-        jnp.array(x) for x in ([draft, 9, 9, -1], [5, 5, 5, 5], [7, 6, 6, 7], [4, 8, -1, -1])
-    )
-    got = sessions.drafted_tokens(draft_B, length_B, new_length_B, token_B)
-    nothing = sessions.NO_TOKEN
-    want = [[draft, 4], [8, nothing], [-1, nothing], [-1, -1]]
-    np.testing.assert_array_equal(got, want)
+def test_of_drafts_an_invalid_token_is_told_from_one_that_is_not_there():
+    got = counting(jnp.array([[9, 4], [8, 3], [-1, 3], [9, -1]]), jnp.array([2, 1, 1, 2]))
+    np.testing.assert_array_equal(got, [[9, 4], [8, NO_TOKEN], [-1, NO_TOKEN], [9, -1]])
 
 
 def test_a_full_cache_ends_a_request_after_the_last_token_that_it_can_hold(session):

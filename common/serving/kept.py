@@ -23,12 +23,15 @@ from common.serving.prefixes import (
     longest,
     use,
 )
-from common.serving.session import Session, Work, per_shard, settings
+from common.serving.session import Session, Work, describe_prompts, per_shard
 
 
 def find_beginning(session: Session, row: int, work: Work) -> tuple[Place, int]:
     """Returns which place of a data shard holds the longest beginning of a prompt, and how many
-    tokens of it a request may start from. The last token is always read, for its logits."""
+    tokens of it a request may start from. Tokens whose logits are needed are read: the last one;
+    all, if the prompt is scored."""
+    if work.request.echo:
+        return READING, 0
     place, length = longest(session.prefixes[row], work.tokens[:-1])
     return place, length // session.reuse_multiple * session.reuse_multiple
 
@@ -42,10 +45,7 @@ def begin(session: Session, row: int, work: Work, place: Place, length: int) -> 
     work.cached, session.reading[row] = length, work
     session.stats.cached_tokens += length
     session.stats.prefill_tokens += len(work.tokens) - length
-    cached = [getattr(session.reading.get(r), "cached", 0) for r in range(session.rows)]
-    session.prompts = session.prompts._replace(
-        length_B=per_shard(session, cached), sampling=settings(session)
-    )
+    describe_prompts(session)
 
 
 def settle(session: Session) -> None:

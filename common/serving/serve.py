@@ -10,14 +10,15 @@ import time
 from collections.abc import Collection, Generator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from common.sampling import INVALID
 from common.serving.kept import begin, find_beginning, release, settle
 from common.serving.load import Model
 from common.serving.session import (
-    NO_TOKEN,
     PROMPT_CHUNK,
+    Chunk,
     Event,
     Request,
     Session,
@@ -26,13 +27,15 @@ from common.serving.session import (
     check_request,
     empty_others,
     generate,
-    next_bucket,
-    publish,
+    newest,
+    next_chunk,
     read_chunk,
+    score_of,
     start_session,
     timed,
 )
 from common.sharding import DATA, round_up
+from common.speculate import NO_TOKEN
 from common.text.tokenizer import decode, encode
 
 LEAST_COST = PROMPT_CHUNK // 4  # a read of fewer tokens takes as long: it reads all weights
@@ -75,11 +78,11 @@ def step(session: Session) -> list[Event]:
             empty_others(session, session.running)
             session.freed = False
     if session.reading:
-        bucket = next_bucket(next(iter(session.reading.values())))
-        cost = max(bucket, LEAST_COST)
+        chunk = next_chunk(next(iter(session.reading.values())))
+        cost = max(chunk.bucket, LEAST_COST)
         if cost <= session.budget or not session.running:
             session.budget -= cost
-            return read(session, bucket)
+            return read(session, chunk)
     session.budget = PROMPT_CHUNK
     return decode_all(session)
 
@@ -116,22 +119,25 @@ def admit(session: Session) -> None:
         begin(session, row, work, *found[row])
 
 
-def read(session: Session, bucket: int) -> list[Event]:
+def read(session: Session, chunk: Chunk) -> list[Event]:
     """Reads a chunk of a prompt on each data shard. Shards take turns: the one that waits longest
-    goes first, and those join it whose next tokens take the same bucket. So how a prompt is read
-    does not depend on the others. Returns the first tokens of the prompts that are complete."""
-    together = {row: w for row, w in session.reading.items() if next_bucket(w) == bucket}
-    with timed(session.stats, "prefill_s"):
-        read_chunk(session, together, bucket)
+    goes first, and those join it whose next chunk is like it. So how a prompt is read does not
+    depend on the others. Returns the first tokens of the prompts that are complete."""
+    stats, together = session.stats, dict[int, Work]()
+    for row, work in session.reading.items():
+        if next_chunk(work) == chunk:
+            together[row] = work
+    with timed(stats, "prefill_s"):
+        read_chunk(session, together, chunk)
         for row, work in together.items():
             del session.reading[row]  # and back in, behind the others
-            work.cached = min(work.cached + bucket, len(work.tokens))
+            work.cached = min(work.cached + chunk.bucket, len(work.tokens))
             (session.read if work.cached == len(work.tokens) else session.reading)[row] = work
         if not session.read:
             return []
-        first_B = np.asarray(publish(session.prompts.token_B)).tolist()
-    events = [add(session, work, first_B[row]) for row, work in session.read.items()]
-    session.stats.first_token_s = session.stats.first_token_s or time.perf_counter() - session.began
+        new = jax.tree.map(np.asarray, newest(session.prompts))
+    events = [e for row, work in session.read.items() for e in add(session, work, new, row)]
+    stats.first_token_s = stats.first_token_s or time.perf_counter() - session.began
     return events
 
 
@@ -148,34 +154,43 @@ def decode_all(session: Session) -> list[Event]:
             stats.filled += filled / (session.slots * session.capacity)
         if behind is None:
             return []
-        tokens_BT = np.asarray(behind[0]).reshape(session.slots, -1).tolist()
+        new = jax.tree.map(np.asarray, behind[0])
     for slot, number in behind[1].items():
-        if slot in running and running[slot].number == number and len(tokens_BT[slot]) > 1:
-            stats.drafts += 1
-            stats.drafts_right += tokens_BT[slot][1] != NO_TOKEN
-        for token in tokens_BT[slot]:
-            work = running.get(slot)
-            if work is not None and work.number == number and token != NO_TOKEN:
-                events.append(add(session, work, token))
-                if work.ended:
-                    release(session, slot)
+        if slot in running and running[slot].number == number:
+            work = running[slot]
+            events += add(session, work, new, slot)
+            if work.ended:
+                release(session, slot)
     stats.decode_tokens += len(events)
     return events
 
 
-def add(session: Session, work: Work, token: int) -> Event:
-    """Adds a token to a request, and ends the request if that was its last."""
-    request, finish = work.request, None
-    work.tokens.append(token)
-    if token == INVALID:
-        finish = "invalid"
-    elif token in request.stop_ids:
-        finish = "stop"
-    # The newest token is not in the cache.
-    elif work.made == request.max_new_tokens or len(work.tokens) > session.capacity:
-        finish = "length"
-    work.ended = finish is not None
-    return Event(work.number, token, finish)
+def add(session: Session, work: Work, new: Any, row: int) -> list[Event]:
+    """Adds the tokens of a row of `newest` to a request, up to its end."""
+    (new_BT, scores), events, request = new, list[Event](), work.request
+    drafted_T = new_BT.reshape(len(new_BT), -1)[row]
+    tokens = drafted_T[drafted_T != NO_TOKEN].tolist()
+    if work.made:
+        session.stats.drafts += len(drafted_T) - 1
+        session.stats.drafts_right += len(tokens) - 1
+    for t, token in enumerate(tokens):
+        first, finish = not work.made, None
+        work.tokens.append(token)
+        if token == INVALID:
+            finish = "invalid"
+        elif token in request.stop_ids:
+            finish = "stop"
+        # The newest token is not in the cache.
+        elif work.made == request.max_new_tokens or len(work.tokens) > session.capacity:
+            finish = "length"
+        score = None
+        if scores is not None and request.logprobs is not None:
+            score = score_of(scores, row, t, request)
+        events.append(Event(work.number, token, finish, score, work.echo if first else ()))
+        if finish is not None:
+            work.ended = True
+            break
+    return events
 
 
 def serve(

@@ -21,14 +21,15 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from common.kernels.dispatch import AUTO, Impl
-from common.sampling import Sampling, check_sampling, sampling_params
+from common.sampling import check_sampling, sampling_params
+from common.serving.drafts import with_drafts
 from common.serving.load import Model, cache_dtype
 from common.serving.prefixes import Place, Prefixes
 from common.sharding import DATA, P, model_shards
 
-NO_TOKEN = -2  # takes the place of a second token if the draft was wrong
 PROMPT_CHUNK = 512  # tokens read at once; enough to be compute-bound, few enough for memory
 SMALLEST_BUCKET = 32
+DRAFT_TOKENS = 4
 
 
 class Request(NamedTuple):
@@ -42,10 +43,36 @@ class Request(NamedTuple):
     min_p: float = 0.0
     seed: int = 0
     stop_ids: Collection[int] = ()  # the reply ends with any of these
+    logprobs: int | None = None  # scores the tokens of the reply, and this many of the likeliest
+    echo: bool = False  # scores the tokens of the prompt, too
 
     @property
     def sampling(self) -> tuple[Any, ...]:
         return self[2:7]
+
+
+NO_REQUEST = Request((), 1)
+
+
+class Score(NamedTuple):
+    """The log-probability of a token, and ids and log-probabilities of the likeliest, under the
+    model's own distribution, before temperature and filters."""
+
+    logprob: float
+    likeliest: list[tuple[int, float]]
+
+
+class Event(NamedTuple):
+    """One new token of a request. `finish` is None if more tokens will come; else "stop", "length",
+    or "invalid": the logits are NaN or infinite, and there is no token."""
+
+    request: int
+    token: int
+    finish: str | None
+    score: Score | None = None
+    echo: Sequence[
+        Score
+    ] = ()  # with the first token: the scores of all prompt tokens but the first
 
 
 @dataclass
@@ -57,22 +84,11 @@ class Work:
     tokens: list[int]  # of the prompt and the reply so far
     cached: int = 0  # how many prompt tokens are read
     ended: bool = False
+    echo: list[Score] = field(default_factory=list)
 
     @property
     def made(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
-
-
-NO_REQUEST = Request((), 1)
-
-
-class Event(NamedTuple):
-    """One new token of a request. `finish` is None if more tokens will come; else "stop", "length",
-    or "invalid": the logits are NaN or infinite, and there is no token."""
-
-    request: int
-    token: int
-    finish: str | None
 
 
 @dataclass
@@ -88,7 +104,7 @@ class Stats:
     decode_steps: int = 0
     filled: float = 0.0  # the filled share of the cache, summed over decode steps
     decode_tokens: int = 0
-    drafts: int = 0  # how many were verified, if the module drafts
+    drafts: int = 0  # tokens that were drafted
     drafts_right: int = 0
 
 
@@ -104,6 +120,7 @@ class Session:
     state: Any  # the model file's DecodeState of all slots
     prompts: Any  # a DecodeState with one slot per data shard, in which prompts are read
     kept: Any  # the cache of the kept slots
+    likeliest: int | None  # the most that a request may set as `logprobs`
     keep: int  # how many those are on each data shard
     host_bytes: int  # what may be stored in host memory for each data shard
     prefixes: list[Prefixes]  # what each data shard holds
@@ -113,7 +130,7 @@ class Session:
     reading: dict[int, Work] = field(default_factory=dict)  # by data shard; the first is next
     read: dict[int, Work] = field(default_factory=dict)  # by data shard; not in a slot yet
     running: dict[int, Work] = field(default_factory=dict)  # by slot
-    ahead: tuple[jax.Array, dict[int, int]] | None = None  # tokens to fetch, {slot: request}
+    ahead: tuple[Any, dict[int, int]] | None = None  # tokens and scores to fetch, {slot: request}
     budget: int = PROMPT_CHUNK  # prompt tokens that may be read before the next decode step
     freed: bool = False  # whether a slot that no longer runs has not been emptied
     ids: int = 0  # requests so far
@@ -128,6 +145,11 @@ class Session:
     @property
     def per_row(self) -> int:
         return self.slots // self.rows
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether `with_drafts` made the module."""
+        return hasattr(self.model.module, "parts")
 
 
 def capacity_for(need: int, limit: int) -> int:
@@ -146,8 +168,12 @@ def start_session(
     keep: int = 0,
     keep_host: float = 0.0,
     reuse_multiple: int = PROMPT_CHUNK,
+    draft: Model | str | None = None,
+    draft_tokens: int = DRAFT_TOKENS,
+    logprobs: int | None = None,
 ) -> Session:
-    """Allocates `slots` slots of `capacity` positions on the model's mesh.
+    """Allocates `slots` slots of `capacity` positions on the model's mesh. ValueError if that
+    cannot be.
 
     Args:
       dtype: of the cache; by default that of `cache_dtype`.
@@ -159,7 +185,14 @@ def start_session(
       reuse_multiple: beginnings of prompts are reused in multiples of this. With the default, a
         prompt is read in the same chunks whatever came before, so its reply does not depend on
         that, not even by a rounding error. A conversation passes 1, which also reuses replies.
+      draft: where drafts come from: a smaller model on the same mesh, or "lookup", which is the
+        text itself, or "auto", which is "lookup" while that is faster than no drafts.
+      draft_tokens: how many tokens are drafted at once.
+      logprobs: the most that a request may set as `logprobs`; by default, no request may.
     """
+    if draft is not None or logprobs is not None:
+        of_draft = None if isinstance(draft, str) else draft
+        model = with_drafts(model, of_draft, draft_tokens if draft else 0, logprobs)
     module, mesh, rows = model.module, model.mesh, model.mesh.shape[DATA]
     for count, what in ((slots, "slots"), (keep, "kept slots")):
         if count < (what == "slots") or count % rows:
@@ -182,6 +215,7 @@ def start_session(
         state,
         prompts,
         kept.cache,
+        logprobs,
         keep // rows,
         int(keep_host * 1e9) // rows,
         [Prefixes() for _ in range(rows)],
@@ -234,46 +268,88 @@ def timed(stats: Stats, phase: str) -> Iterator[None]:
 
 
 @partial(jax.jit, static_argnames="sharding")
-def replicate(x: jax.Array, sharding: Any) -> jax.Array:
-    return jax.lax.with_sharding_constraint(jnp.copy(x), sharding)
+def replicate(x: Any, sharding: Any) -> Any:
+    return jax.lax.with_sharding_constraint(jax.tree.map(jnp.copy, x), sharding)
 
 
-def publish(x: jax.Array) -> jax.Array:
-    """A copy of an array that every process can read."""
-    sharding: Any = x.sharding
+def publish(x: Any) -> Any:
+    """A copy of arrays that every process can read."""
+    sharding: Any = jax.tree.leaves(x)[0].sharding
     return replicate(x, NamedSharding(sharding.mesh, P()))
 
 
-def per_shard(session: Session, values: Sequence[Any]) -> jax.Array:
-    """One int32 value, or row of values, for each data shard, which holds its own."""
+def fetch(x: Any) -> Any:
+    """Copies arrays from the devices to every host."""
+    return jax.tree.map(np.asarray, publish(x))
+
+
+def per_shard(session: Session, values: Sequence[Any], dtype: DTypeLike = np.int32) -> jax.Array:
+    """One value, or row of values, for each data shard, which holds its own."""
     sharding = NamedSharding(session.model.mesh, P(DATA))
-    return jax.device_put(np.asarray(values, np.int32), sharding)
+    return jax.device_put(np.asarray(values, dtype), sharding)
 
 
-def settings(session: Session) -> Sampling:
-    """The sampling parameters of the prompts that are being read."""
-    works = (session.reading.get(row) for row in range(session.rows))
-    columns = zip(*((work.request if work else NO_REQUEST).sampling for work in works), strict=True)
+def describe_prompts(session: Session) -> None:
+    """Writes to the state of the prompts what is known of those that are being read."""
+    mesh, prompts = session.model.mesh, session.prompts
+    works = [session.reading.get(row) for row in range(session.rows)]
+    requests = [work.request if work else NO_REQUEST for work in works]
+    columns = zip(*(request.sampling for request in requests), strict=True)
     params = sampling_params(session.rows, *map(list, columns))
-    return jax.device_put(params, NamedSharding(session.model.mesh, P(DATA)))
-
-
-def next_bucket(work: Work) -> int:
-    return buckets(len(work.tokens) - work.cached)[0]
-
-
-def read_chunk(session: Session, together: dict[int, Work], bucket: int) -> None:
-    """Appends up to `bucket` prompt tokens of each request, which are read on different data
-    shards, to what is read of it."""
-    parts = [
-        work.tokens[work.cached : work.cached + bucket] if (work := together.get(row)) else []
-        for row in range(session.rows)
-    ]
-    tokens_BT = per_shard(session, [part + [0] * (bucket - len(part)) for part in parts])
-    count_B = per_shard(session, [*map(len, parts)])
-    session.prompts = session.model.module.prefill(
-        session.model.weights, session.prompts, tokens_BT, count_B, **static(session)
+    known: dict[str, Any] = dict(
+        length_B=per_shard(session, [work.cached if work else 0 for work in works]),
+        sampling=jax.device_put(params, NamedSharding(mesh, P(DATA))),
     )
+    if session.is_extended:
+        rows = [[*r.prompt, *[0] * (session.capacity + 1 - len(r.prompt))] for r in requests]
+        known["text_BS"] = per_shard(session, rows)
+    if session.is_extended and prompts.scored_B is not None:
+        known["scored_B"] = per_shard(session, [r.logprobs is not None for r in requests], bool)
+    session.prompts = prompts._replace(**known)
+
+
+class Chunk(NamedTuple):
+    """How prompt tokens are read: how many at once, and whether they are scored."""
+
+    bucket: int
+    echo: bool
+
+
+def next_chunk(work: Work) -> Chunk:
+    return Chunk(buckets(len(work.tokens) - work.cached)[0], work.request.echo)
+
+
+def read_chunk(session: Session, together: dict[int, Work], chunk: Chunk) -> None:
+    """Appends the next prompt tokens of each request, which are read on different data shards, to
+    what is read of it."""
+
+    def rows(shift: int) -> list[list[int]]:
+        works = (together.get(row) for row in range(session.rows))
+        starts = ((work.tokens, work.cached + shift) if work else ([], 0) for work in works)
+        return [tokens[at : at + chunk.bucket] for tokens, at in starts]
+
+    def padded(rows: list[list[int]]) -> jax.Array:
+        return per_shard(session, [row + [0] * (chunk.bucket - len(row)) for row in rows])
+
+    module, given = session.model.module, (session.model.weights, session.prompts)
+    new, known = rows(0), static(session)
+    tokens_BT, count_B = padded(new), per_shard(session, [*map(len, new)])
+    if not chunk.echo:
+        session.prompts = module.prefill(*given, tokens_BT, count_B, **known)
+        return
+    session.prompts, scores = module.prefill_scored(
+        *given, tokens_BT, count_B, padded(rows(1)), **known
+    )
+    scores = fetch(scores)
+    for row, work in together.items():
+        count = len(rows(1)[row])
+        work.echo += [score_of(scores, row, t, work.request) for t in range(count)]
+
+
+def score_of(scores: Any, row: int, t: int, request: Request) -> Score:
+    n = request.logprobs or 0
+    likeliest = scores.likeliest_BTX[row, t, :n].tolist(), scores.score_BTX[row, t, :n].tolist()
+    return Score(float(scores.token_BT[row, t]), [*zip(*likeliest, strict=True)])
 
 
 def static(session: Session) -> dict[str, Any]:
@@ -281,27 +357,20 @@ def static(session: Session) -> dict[str, Any]:
     return dict(config=model.config, mesh=model.mesh, implementation=session.implementation)
 
 
-def generate(session: Session) -> jax.Array:
-    """Dispatches one decode step of all slots. Returns its tokens: [B], or `drafted_tokens` if
-    the module drafts. They are a copy, because the next step overwrites the state's own."""
-    state, drafts = session.state, hasattr(session.state, "draft_B")
-    before = [jnp.copy(x) for x in (state.draft_B, state.length_B)] if drafts else []
-    session.state = session.model.module.generate(session.model.weights, state, **static(session))
+def generate(session: Session) -> Any:
+    """Dispatches one decode step of all slots. Returns what `newest` returns."""
+    model, drafting = session.model, dict(drafting=True) if session.is_extended else {}
+    session.state = model.module.generate(
+        model.weights, session.state, **static(session), **drafting
+    )
     session.stats.decode_steps += 1
-    if not drafts:
-        return publish(session.state.token_B)
-    return publish(drafted_tokens(*before, session.state.length_B, session.state.token_B))
+    return newest(session.state)
 
 
-@jax.jit
-def drafted_tokens(
-    draft_B: jax.Array, length_B: jax.Array, new_length_B: jax.Array, token_B: jax.Array
-) -> jax.Array:
-    """Returns the tokens that each slot gained, [B, 2]: the draft and the newest token; or, if the
-    draft was wrong, the newest token and NO_TOKEN."""
-    right_B = new_length_B == length_B + 2
-    first_B = jnp.where(right_B, draft_B, token_B)
-    return jnp.stack([first_B, jnp.where(right_B, token_B, NO_TOKEN)], axis=1)
+def newest(state: Any) -> Any:
+    """The tokens of the newest step [B] or [B, K + 1], and their scores, if any. They are a copy,
+    because the next step overwrites the state's own."""
+    return publish((getattr(state, "new_BT", state.token_B), getattr(state, "scores", None)))
 
 
 @partial(jax.jit, static_argnames="sharding")
