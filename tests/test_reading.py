@@ -91,7 +91,7 @@ def test_an_experiment_shows_what_the_page_says(command, shown):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("option", ["--mesh expert=4 ", "--draft "])
+@pytest.mark.parametrize("option", ["--mesh expert=4 ", "--draft mtp "])
 def test_the_text_is_the_one_without_the_option(option):
     (command,) = (c for c, _ in map(experiment, STOPS) if option in c)
     assert run(command).stdout == run(command.replace(option, "")).stdout
@@ -107,7 +107,7 @@ def test_the_likeliest_text_comes_again_and_a_drawn_one_is_another():
 
 @pytest.mark.full
 def test_a_draft_that_was_right_saves_a_step():
-    (command,) = (c for c, _ in map(experiment, STOPS) if "--draft" in c)
+    (command,) = (c for c, _ in map(experiment, STOPS) if "--draft mtp" in c)
     line = run(command).stderr
     tokens, percent, steps = (
         int(re.search(words, line).group(1))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.kernels.dispatch import Impl
+from common.serving.session import DRAFT_TOKENS
 
 EXAMPLES = """
 examples:
@@ -100,6 +101,22 @@ def parser(name: str) -> argparse.ArgumentParser:
         action="store_true",
         help="also show the analysis that a model with channels (GPT-OSS) writes before its answer",
     )
+    text.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="S",
+        help="end the reply before this text; may be given several times",
+    )
+    text.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json: the log-probability of each new token, and the N likeliest tokens",
+    )
+    text.add_argument(
+        "--echo", action="store_true", help="with --logprobs: those of the prompt's tokens, too"
+    )
     sampling = ap.add_argument_group("sampling (default: greedy)")
     sampling.add_argument(
         "--max-new-tokens",
@@ -186,9 +203,33 @@ def parser(name: str) -> argparse.ArgumentParser:
         help="how many prompts are decoded together (default: all of them, up to 8)",
     )
     run.add_argument(
+        "--keep",
+        type=int,
+        default=0,
+        metavar="N",
+        help="further slots, which keep texts that have ended for prompts that begin alike "
+        "(default: 0)",
+    )
+    run.add_argument(
+        "--keep-host",
+        type=float,
+        default=0.0,
+        metavar="GB",
+        help="host memory for the texts that the kept slots have no room for (default: 0)",
+    )
+    run.add_argument(
         "--draft",
-        action="store_true",
-        help="decode up to two tokens per step, with the layer in the files that drafts (DeepSeek)",
+        metavar="SOURCE",
+        help="verify several drafted tokens in each step; SOURCE is lookup (what followed when the "
+        "newest tokens last stood in the same text), auto (lookup, while that is faster), mtp (the "
+        "layer in DeepSeek's files that drafts), or a smaller model's directory or hub id, which "
+        "FAMILY: precedes if it is of another family",
+    )
+    run.add_argument(
+        "--draft-tokens",
+        type=int,
+        metavar="K",
+        help=f"how many tokens are drafted at once (default: {DRAFT_TOKENS}; mtp: 1)",
     )
     run.add_argument(
         "--json",

@@ -6,6 +6,7 @@ mistake gets one line and exit code 2.
 
 import argparse
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -32,8 +33,10 @@ from common.loading.checkpoint import progress_bar
 from common.machines.bandwidth import experts_read, parallel_readers, read_bandwidth, step_bytes
 from common.machines.hosts import Group, joined, tell
 from common.machines.preflight import check_all_used, report
+from common.serving.drafts import check_fits
 from common.serving.load import Model, open_model, read_weights
 from common.serving.session import (
+    DRAFT_TOKENS,
     PROMPT_CHUNK,
     Session,
     cache_dtype,
@@ -79,6 +82,23 @@ def open_from(module: ModuleType, args: argparse.Namespace, prompts: int) -> Mod
     )
 
 
+def open_draft(module: ModuleType, args: argparse.Namespace, model: Model) -> Model | str | None:
+    """Opens the model that drafts, without its weights; or returns the name of another source."""
+    if args.draft in (None, "lookup", "auto", "mtp"):
+        return None if args.draft == "mtp" else args.draft
+    family, _, ckpt = args.draft.rpartition(":")
+    try:
+        if family:
+            module = importlib.import_module(f"{family}.model")
+        draft = open_model(module, ckpt, mesh=model.mesh, dtype=args.dtype, quant=args.quant)
+        check_fits(model, draft)
+    except ModuleNotFoundError:
+        raise ValueError(f"--draft {args.draft}: there is no {family}/model.py") from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--draft {args.draft}: {error}") from None
+    return draft
+
+
 class Sizes(NamedTuple):
     """The slots of a session, and the positions per slot."""
 
@@ -98,8 +118,9 @@ def sizes_for(model: Model, args: argparse.Namespace, need: int, prompts: int) -
     slots = round_up(min(prompts, 8), rows) if args.slots is None else args.slots
     if slots < 1:
         raise ValueError(f"--slots {slots}: must be at least 1")
-    if slots % rows:
-        raise ValueError(f"--slots {slots} cannot be split evenly over data={rows}")
+    for name, count in (("slots", slots), ("keep", args.keep)):
+        if count % rows:
+            raise ValueError(f"--{name} {count} cannot be split evenly over data={rows}")
     return Sizes(slots, args.max_len or capacity_for(need, limit))
 
 
@@ -113,7 +134,7 @@ def note_slots(sizes: Sizes, prompts: int, rows: int) -> None:
 def plan_prompts(model: Model, args: argparse.Namespace, texts: list[str]) -> tuple[Job, Sizes]:
     """Encodes and checks all prompts before any weight is loaded."""
     ids = [encode_prompt(model, args, text) for text in texts]
-    requests = [make_request(args, x, i) for i, x in enumerate(ids)]
+    requests = [make_request(args, model.tokenizer, x, i) for i, x in enumerate(ids)]
     sizes = sizes_for(model, args, max(map(len, ids)) + args.max_new_tokens, len(texts))
     limit = model.config.max_position_embeddings
     for i, request in enumerate(requests):
@@ -127,7 +148,8 @@ def plan_chat(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
         raise ValueError("--chat needs a checkpoint with a chat template, and this one has none")
     need, rows = min(model.config.max_position_embeddings, 4096), model.mesh.shape[DATA]
     sizes = sizes_for(model, args, need, rows)
-    check_request(make_request(args, [0], 0), sizes.capacity, sizes.capacity)
+    request = make_request(args, model.tokenizer, [0], 0)
+    check_request(request, sizes.capacity, sizes.capacity)
     return Job([], []), sizes
 
 
@@ -156,7 +178,10 @@ def summary(session: Session, load_s: float) -> str:
     return "; ".join(parts)
 
 
-UNUSED_IN_DRY_RUN = ("chat", "prompt", "prompts", "system", "profile", "distributed")
+UNUSED_IN_DRY_RUN = (
+    *("chat", "prompt", "prompts", "system", "profile", "distributed"),
+    *("keep", "keep_host", "stop", "logprobs"),
+)
 OF_DRY_RUN = ("layers", "implementation", "hlo")
 
 
@@ -176,6 +201,19 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--mesh {' '.join(args.mesh)}: only --dry-run takes several meshes")
     if args.revision is not None and args.ckpt is None:
         raise ValueError("--revision goes with a --ckpt of the hub only")
+    for name, least in (("keep", 0), ("keep_host", 0), ("draft_tokens", 1), ("logprobs", 0)):
+        if (value := getattr(args, name)) is not None and not value >= least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    if args.draft_tokens is not None and args.draft in (None, "mtp"):
+        raise ValueError("--draft-tokens goes with --draft lookup, auto, or a model")
+    if args.logprobs is not None and not args.json:
+        raise ValueError("--logprobs goes with --json, which shows them")
+    if args.logprobs is not None and args.draft == "mtp":
+        raise ValueError("--logprobs does not go with --draft mtp")
+    if args.echo and args.logprobs is None:
+        raise ValueError("--echo goes with --logprobs")
+    if args.dry_run and args.draft not in (None, "mtp"):
+        raise ValueError(f"--draft {args.draft} does not go with --dry-run: it takes mtp alone")
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
     if not 0 <= args.seed < 2**32:
@@ -264,9 +302,11 @@ def main(
 def run(
     module: ModuleType, args: argparse.Namespace, drafting: ModuleType | None, group: Group | None
 ) -> None:
-    if args.draft:
+    if args.draft == "mtp":
         if drafting is None:
-            raise ValueError(f"--draft: files of {module.__package__} hold no layer that drafts")
+            raise ValueError(
+                f"--draft mtp: files of {module.__package__} hold no layer that drafts"
+            )
         module = drafting
     check_options(args)
     check_profile(args)
@@ -286,14 +326,26 @@ def run(
     check_analysis(model, args)
     job, sizes = plan_chat(model, args) if args.chat else plan_prompts(model, args, texts)
     cache = cache_dtype(model.dtype, model.on_cpu, args.kv_quant)
-    check_memory(model, *sizes, dtype=cache)
+    check_memory(model, sizes.slots + args.keep, sizes.capacity, dtype=cache)
+    smaller = open_draft(module, args, model)
     if args.slots is not None:
         note_slots(sizes, max(1, len(texts)), model.mesh.shape[DATA])
     began = time.perf_counter()
     model = read_weights(model, progress_bar(sys.stderr), args.seed, args.allow_nonfinite)
+    if isinstance(smaller, Model):
+        smaller = read_weights(smaller, progress_bar(sys.stderr), args.seed, args.allow_nonfinite)
     load_s = time.perf_counter() - began
-    reuse = 1 if args.chat else PROMPT_CHUNK
-    session = start_session(model, *sizes, dtype=cache, reuse_multiple=reuse)
+    session = start_session(
+        model,
+        *sizes,
+        dtype=cache,
+        keep=args.keep,
+        keep_host=args.keep_host,
+        reuse_multiple=1 if args.chat else PROMPT_CHUNK,
+        draft=smaller,
+        draft_tokens=args.draft_tokens or DRAFT_TOKENS,
+        logprobs=args.logprobs,
+    )
     answer: Any = converse if args.chat else answer_prompts
     with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
         interrupted = answer(session, args, job, write)

@@ -10,11 +10,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from common.serving.load import Model
-from common.serving.serve import serve
+from common.serving.serve import cancel, is_busy, step, submit
 from common.serving.session import Event, Request, Session
 from common.text.harmony import ANALYSIS, FINAL, Place, follow, speaks_harmony
 from common.text.tokenizer import (
@@ -92,15 +92,19 @@ def messages(args: argparse.Namespace, turns: Sequence[tuple[str, str]]) -> list
     return [{"role": role, "content": content} for role, content in (*system, *turns)]
 
 
-def make_request(args: argparse.Namespace, ids: Sequence[int], index: int) -> Request:
+def make_request(
+    args: argparse.Namespace, tok: Tokenizer | None, ids: Sequence[int], index: int
+) -> Request:
+    stop_ids = tok.stop_ids if tok else ()
     knobs = (args.temperature, args.top_k, args.top_p, args.min_p, (args.seed + index) % 2**32)
-    return Request(ids, args.max_new_tokens, *knobs)
+    return Request(ids, args.max_new_tokens, *knobs, stop_ids, args.logprobs, args.echo)
 
 
 class Reply(NamedTuple):
     """The reply to one prompt so far."""
 
     tokens: list[int]
+    events: list[Event]  # these tokens with their scores
     text: list[str]  # all that is shown
     answer: list[str]  # the text without the analysis before it
     stream: Stream | None  # None without a tokenizer
@@ -115,16 +119,17 @@ def start_reply(
 ) -> Reply:
     """Returns an empty reply. If its text continues the prompt, `context` is the prompt."""
     if tok is None:
-        return Reply([], [], [], None)
+        return Reply([], [], [], [], None)
     chat = tok.chat_template is not None and not args.raw
     place = Place() if chat and speaks_harmony(tok) else None
-    return Reply([], [], [], stream_start(tok, context), place=place)
+    return Reply([], [], [], [], stream_start(tok, context, stop=args.stop), place=place)
 
 
 def extend(
     tok: Tokenizer | None, reply: Reply, event: Event, seconds: float, args: argparse.Namespace
 ) -> tuple[Reply, str]:
-    """Adds a token to a reply; returns the reply, and the text to show for the token."""
+    """Adds a token to a reply; returns the reply, and the text to show for the token. The reply may
+    be finished by a text of --stop, and its request is not."""
     stream, place, text = reply.stream, reply.place, ""
     channel: str | None = FINAL if place is None else place.channel
     if event.finish == "invalid":  # this event has no token
@@ -147,7 +152,9 @@ def extend(
     if event.finish != "invalid":
         reply.tokens.append(event.token)
     reply.text.append(text)
-    new: Any = dict(stream=stream, finish=event.finish, seconds=seconds, place=place, shown=shown)
+    reply.events.append(event)
+    finish = "stop" if stream is not None and stream.stopped else event.finish
+    new: Any = dict(stream=stream, finish=finish, seconds=seconds, place=place, shown=shown)
     return reply._replace(**new), text
 
 
@@ -189,7 +196,7 @@ class Job(NamedTuple):
 
 def record(job: Job, i: int, reply: Reply) -> str:
     """Returns one line of JSON about prompt i."""
-    fields = {
+    fields: dict[str, Any] = {
         "index": i,
         "prompt": job.texts[i],
         "text": "".join(reply.text),
@@ -198,6 +205,10 @@ def record(job: Job, i: int, reply: Reply) -> str:
         "finish_reason": reply.finish or "interrupted",
         "seconds": round(reply.seconds, 4),
     }
+    scored = [event.score for event in reply.events if event.finish != "invalid"]
+    if any(scored):
+        fields["logprobs"] = [score._asdict() for score in scored if score]
+        fields["prompt_logprobs"] = [score._asdict() for score in reply.events[0].echo]
     return json.dumps(fields, ensure_ascii=False) + "\n"
 
 
@@ -211,6 +222,25 @@ def note_progress(replies: Sequence[Reply], told: float) -> float:
     return now
 
 
+def events_of(
+    session: Session, requests: Sequence[Request], replies: list[Reply]
+) -> Generator[Event, None, None]:
+    """Yields the tokens of requests as they are made, each with an index into `requests`. Gives up
+    a request when its reply is finished, and all of them when the caller stops."""
+    numbers = {submit(session, request): i for i, request in enumerate(requests)}
+    try:
+        while is_busy(session):
+            for event in step(session):
+                i = numbers[event.request]
+                if replies[i].finish is None:
+                    yield event._replace(request=i)
+                if replies[i].finish is not None and event.finish is None:
+                    cancel(session, event.request)
+    finally:
+        for number in numbers:
+            cancel(session, number)
+
+
 def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: Write) -> bool:
     """Answers all prompts, and writes the answers in their order. Returns True if interrupted."""
     tok, requests = session.model.tokenizer, job.requests
@@ -218,7 +248,7 @@ def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: 
     replies = [start_reply(tok, args, r.prompt if raw else ()) for r in requests]
     shown, began = 0, time.perf_counter()
     told = began
-    events = serve(session, requests, tok.stop_ids if tok else ())
+    events = events_of(session, requests, replies)
     with interruptible() as pressed, contextlib.closing(events):
         for event in events:
             i, seconds = event.request, time.perf_counter() - began
@@ -263,17 +293,16 @@ def converse(session: Session, args: argparse.Namespace, job: Job, write: Write)
         if len(ids) > session.capacity:
             have = f"the conversation has {len(ids)} tokens"
             raise ValueError(f"{have}, more than the cache's {session.capacity} (see --max-len)")
-        reply = start_reply(tok, args)
-        request = make_request(args, ids, len(turns) // 2)
-        events = serve(session, [request], tok.stop_ids)
+        replies, request = [start_reply(tok, args)], make_request(args, tok, ids, len(turns) // 2)
+        events = events_of(session, [request], replies)
         with interruptible() as pressed, contextlib.closing(events):
             for event in events:
-                reply, text = extend(tok, reply, event, 0.0, args)
+                replies[0], text = extend(tok, replies[0], event, 0.0, args)
                 write(text)
                 if pressed:
                     break
         write("\n")
-        note_end(reply, args.max_new_tokens)
-        turns.append(("assistant", "".join(reply.answer)))
+        note_end(replies[0], args.max_new_tokens)
+        turns.append(("assistant", "".join(replies[0].answer)))
         if signal.SIGTERM in pressed:
             return True

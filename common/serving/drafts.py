@@ -5,7 +5,10 @@ Drafts come from the text itself (`lookup`), or from a smaller model, whose cach
 part of every slot: it is read, copied and kept with the layers of the model.
 """
 
+from collections import deque
+from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -233,6 +236,56 @@ def generate(
         new_BT=counting(widen(new_BT, parts), count_B),
         scores=jax.tree.map(partial(widen, parts=parts), scored),
     )
+
+
+PROBE = 5  # steps with drafts, or without, before they are compared
+REST = 16  # steps without drafts when they did not pay; doubled each time, up to 8 times this
+CLOSE = 1.5  # a gain below which steps without drafts are measured again after 8 * REST steps
+
+
+@dataclass
+class Gain:
+    """Measures whether drafts pay: by the seconds of a step with and without them, and by the
+    tokens that a step with drafts gives each slot."""
+
+    drafting: bool = False  # the first steps measure what a step without drafts takes
+    left: int = PROBE  # steps before the next decision
+    rest: int = REST
+    since: int = 0  # steps since the last one without drafts
+    seconds: dict[bool, deque[float]] = field(
+        default_factory=lambda: {x: deque(maxlen=PROBE) for x in (False, True)}
+    )
+    tokens: float = 1.0  # smoothed
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as without drafts the text comes."""
+        without, drafting = (median(self.seconds[x]) for x in (False, True))
+        return self.tokens * without / drafting
+
+
+def try_again(gain: Gain) -> None:
+    """Gives drafts another chance, because a new text begins."""
+    gain.left, gain.rest = min(gain.left, PROBE), REST
+
+
+def measure(gain: Gain, drafted: bool, seconds: float, tokens: float) -> None:
+    """Takes in one step, which gave each slot so many tokens, and decides about the next ones."""
+    gain.seconds[drafted].append(seconds)
+    gain.since = gain.since + 1 if drafted else 0
+    if drafted:
+        gain.tokens += 0.2 * (tokens - gain.tokens)
+    gain.left -= 1
+    if gain.left > 0 or drafted != gain.drafting:
+        return
+    if not drafted:
+        gain.drafting, gain.left = True, PROBE
+    elif gain.ratio < 1:
+        gain.drafting, gain.left, gain.rest = False, gain.rest, min(2 * gain.rest, 8 * REST)
+    elif gain.ratio < CLOSE and gain.since > 8 * REST:
+        gain.drafting, gain.left, gain.rest = False, PROBE, REST
+    else:
+        gain.rest = REST
 
 
 def with_drafts(

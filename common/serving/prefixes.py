@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-BLOCK = 32  # tokens; beginnings that are shorter are not worth a copy
+BLOCK = 16  # tokens; beginnings that are shorter are not worth a copy
 
 
 class Place(NamedTuple):

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from common.sampling import INVALID
+from common.serving.drafts import measure, try_again
 from common.serving.kept import begin, find_beginning, release, settle
 from common.serving.load import Model
 from common.serving.session import (
@@ -36,7 +37,7 @@ from common.serving.session import (
 )
 from common.sharding import DATA, round_up
 from common.speculate import NO_TOKEN
-from common.text.tokenizer import decode, encode
+from common.text.tokenizer import encode, stream_flush, stream_push, stream_start
 
 LEAST_COST = PROMPT_CHUNK // 4  # a read of fewer tokens takes as long: it reads all weights
 
@@ -71,12 +72,13 @@ def step(session: Session) -> list[Event]:
     text ever waits for more than one chunk, and no prompt waits for ever.
     """
     receive(session)
-    with timed(session.stats, "prefill_s"):
-        settle(session)
-        admit(session)
-        if session.freed:
-            empty_others(session, session.running)
-            session.freed = False
+    if session.read:
+        with timed(session.stats, "prefill_s"):
+            settle(session)
+    admit(session)
+    if session.freed:
+        empty_others(session, session.running)
+        session.freed = False
     if session.reading:
         chunk = next_chunk(next(iter(session.reading.values())))
         cost = max(chunk.bucket, LEAST_COST)
@@ -129,14 +131,18 @@ def read(session: Session, chunk: Chunk) -> list[Event]:
             together[row] = work
     with timed(stats, "prefill_s"):
         read_chunk(session, together, chunk)
-        for row, work in together.items():
-            del session.reading[row]  # and back in, behind the others
-            work.cached = min(work.cached + chunk.bucket, len(work.tokens))
-            (session.read if work.cached == len(work.tokens) else session.reading)[row] = work
-        if not session.read:
-            return []
-        new = jax.tree.map(np.asarray, newest(session.prompts))
+        new = newest(session.prompts)
+    for row, work in together.items():
+        del session.reading[row]  # and back in, behind the others
+        work.cached = min(work.cached + chunk.bucket, len(work.tokens))
+        (session.read if work.cached == len(work.tokens) else session.reading)[row] = work
+    if not session.read:
+        return []
+    with timed(stats, "prefill_s"):
+        new = jax.tree.map(np.asarray, new)
     events = [e for row, work in session.read.items() for e in add(session, work, new, row)]
+    if session.gain is not None:
+        try_again(session.gain)
     stats.first_token_s = stats.first_token_s or time.perf_counter() - session.began
     return events
 
@@ -145,23 +151,26 @@ def decode_all(session: Session) -> list[Event]:
     """Dispatches a step of all running texts. Returns the tokens of the step before it."""
     stats, running, behind = session.stats, session.running, session.ahead
     session.ahead, events = None, list[Event]()
+    began, compiled = time.perf_counter(), stats.compile_s
     # A chunk that was dispatched before the step takes its share of the time.
     with timed(stats, "prefill_s" if session.reading else "decode_s"):
         if running:
-            owners = {slot: work.number for slot, work in running.items()}
-            session.ahead = generate(session), owners
+            session.ahead = generate(session)
             filled = sum(len(work.tokens) for work in running.values())
             stats.filled += filled / (session.slots * session.capacity)
         if behind is None:
             return []
-        new = jax.tree.map(np.asarray, behind[0])
-    for slot, number in behind[1].items():
+        new = jax.tree.map(np.asarray, behind.new)
+    seconds, compiled = time.perf_counter() - began, stats.compile_s - compiled
+    for slot, number in behind.owners.items():
         if slot in running and running[slot].number == number:
             work = running[slot]
             events += add(session, work, new, slot)
             if work.ended:
                 release(session, slot)
     stats.decode_tokens += len(events)
+    if session.gain is not None and events and not compiled and not session.reading:
+        measure(session.gain, behind.drafted, seconds, len(events) / len(behind.owners))
     return events
 
 
@@ -219,24 +228,29 @@ def complete(
     max_new_tokens: int,
     slots: int = 8,
     seed: int = 0,
+    stop: Sequence[str] = (),
     **sampling: Any,
 ) -> list[str]:
-    """Returns the text that follows each prompt. A prompt is raw text, or ids such as those that
-    `encode_chat` returns. Prompt i is sampled with seed (`seed` + i) mod 2**32. `sampling` sets
-    further fields of `Request`."""
+    """Returns the text that follows each prompt, up to any of the texts `stop`. A prompt is raw
+    text, or ids such as those that `encode_chat` returns. Prompt i is sampled with seed
+    (`seed` + i) mod 2**32. `sampling` sets further fields of `Request`."""
     if (tok := model.tokenizer) is None:
         raise ValueError("this model has no tokenizer: use `serve`, which takes and yields ids")
     ids = [encode(tok, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    requests = [
-        Request(prompt, max_new_tokens, seed=(seed + i) % 2**32, **sampling)
-        for i, prompt in enumerate(ids)
-    ]
     need = max(map(len, ids), default=0) + max_new_tokens
     capacity = capacity_for(need, model.config.max_position_embeddings)
     slots = round_up(max(1, min(slots, len(ids))), model.mesh.shape[DATA])
-    session = start_session(model, slots, capacity)
-    tokens: list[list[int]] = [[] for _ in ids]
-    for event in serve(session, requests, tok.stop_ids):
-        if event.finish not in ("stop", "invalid"):
-            tokens[event.request].append(event.token)
-    return [decode(tok, each) for each in tokens]
+    session, texts = start_session(model, slots, capacity), [""] * len(ids)
+    streams = [stream_start(tok, stop=stop) for _ in ids]
+    for i, prompt in enumerate(ids):
+        known: Any = dict(stop_ids=tok.stop_ids, **sampling)
+        submit(session, Request(prompt, max_new_tokens, seed=(seed + i) % 2**32, **known))
+    while is_busy(session):
+        for event in step(session):
+            i, text = event.request, ""
+            if event.finish not in ("stop", "invalid"):
+                streams[i], text = stream_push(tok, streams[i], event.token)
+            texts[i] += text + (stream_flush(tok, streams[i]) if event.finish else "")
+            if streams[i].stopped:
+                cancel(session, i)
+    return texts

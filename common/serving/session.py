@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from common.kernels.dispatch import AUTO, Impl
 from common.sampling import check_sampling, sampling_params
-from common.serving.drafts import with_drafts
+from common.serving.drafts import Gain, with_drafts
 from common.serving.load import Model, cache_dtype
 from common.serving.prefixes import Place, Prefixes
 from common.sharding import DATA, P, model_shards
@@ -108,6 +108,14 @@ class Stats:
     drafts_right: int = 0
 
 
+class Ahead(NamedTuple):
+    """A decode step whose results are still to be fetched."""
+
+    new: Any  # what `newest` returns
+    owners: dict[int, int]  # the number of the request in each slot
+    drafted: bool
+
+
 @dataclass
 class Session:
     """A model with slots in which it decodes, and all requests that are not done."""
@@ -121,6 +129,7 @@ class Session:
     prompts: Any  # a DecodeState with one slot per data shard, in which prompts are read
     kept: Any  # the cache of the kept slots
     likeliest: int | None  # the most that a request may set as `logprobs`
+    gain: Gain | None  # of drafts, if they are turned off where they do not pay
     keep: int  # how many those are on each data shard
     host_bytes: int  # what may be stored in host memory for each data shard
     prefixes: list[Prefixes]  # what each data shard holds
@@ -130,7 +139,7 @@ class Session:
     reading: dict[int, Work] = field(default_factory=dict)  # by data shard; the first is next
     read: dict[int, Work] = field(default_factory=dict)  # by data shard; not in a slot yet
     running: dict[int, Work] = field(default_factory=dict)  # by slot
-    ahead: tuple[Any, dict[int, int]] | None = None  # tokens and scores to fetch, {slot: request}
+    ahead: Ahead | None = None  # the decode step that is under way
     budget: int = PROMPT_CHUNK  # prompt tokens that may be read before the next decode step
     freed: bool = False  # whether a slot that no longer runs has not been emptied
     ids: int = 0  # requests so far
@@ -207,19 +216,20 @@ def start_session(
         jax.jit(partial(make, slots=n), out_shardings=shardings)() for n in (slots, rows, keep)
     )
     return Session(
-        model,
-        slots,
-        capacity,
-        implementation,
-        reuse_multiple,
-        state,
-        prompts,
-        kept.cache,
-        logprobs,
-        keep // rows,
-        int(keep_host * 1e9) // rows,
-        [Prefixes() for _ in range(rows)],
-        [{} for _ in range(rows)],
+        model=model,
+        slots=slots,
+        capacity=capacity,
+        implementation=implementation,
+        reuse_multiple=reuse_multiple,
+        state=state,
+        prompts=prompts,
+        kept=kept.cache,
+        keep=keep // rows,
+        host_bytes=int(keep_host * 1e9) // rows,
+        likeliest=logprobs,
+        gain=Gain() if draft == "auto" else None,
+        prefixes=[Prefixes() for _ in range(rows)],
+        stored=[{} for _ in range(rows)],
     )
 
 
@@ -357,14 +367,16 @@ def static(session: Session) -> dict[str, Any]:
     return dict(config=model.config, mesh=model.mesh, implementation=session.implementation)
 
 
-def generate(session: Session) -> Any:
-    """Dispatches one decode step of all slots. Returns what `newest` returns."""
-    model, drafting = session.model, dict(drafting=True) if session.is_extended else {}
-    session.state = model.module.generate(
-        model.weights, session.state, **static(session), **drafting
-    )
+def generate(session: Session) -> Ahead:
+    """Dispatches one decode step of all slots."""
+    model, options = session.model, static(session)
+    drafting = session.gain is None or session.gain.drafting
+    if session.is_extended:
+        options |= dict(drafting=drafting)
+    session.state = model.module.generate(model.weights, session.state, **options)
     session.stats.decode_steps += 1
-    return newest(session.state)
+    owners = {slot: work.number for slot, work in session.running.items()}
+    return Ahead(newest(session.state), owners, drafting)
 
 
 def newest(state: Any) -> Any:

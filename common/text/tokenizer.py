@@ -261,18 +261,29 @@ class Stream(NamedTuple):
     seen: tuple[int, ...] = ()  # the last tokens whose text is out, but for an unfinished character
     held: tuple[int, ...] = ()  # the byte tokens after them
     keep_special: bool = False
+    stop: tuple[str, ...] = ()  # the text ends before the first of these
+    tail: str = ""  # text that may be the beginning of one of them
+    stopped: bool = False
 
 
-def stream_start(tok: Tokenizer, context: Sequence[int] = (), keep_special: bool = False) -> Stream:
-    """Returns an empty stream. If its text continues that of other ids, `context` is those ids."""
+def stream_start(
+    tok: Tokenizer,
+    context: Sequence[int] = (),
+    keep_special: bool = False,
+    stop: Sequence[str] = (),
+) -> Stream:
+    """Returns an empty stream. If its text continues that of other ids, `context` is those ids. The
+    text ends before any of the texts `stop`, wherever in a token that is; then the stream is
+    `stopped`."""
     stream = Stream(keep_special=keep_special)
     for token_id in context[-4 * _WINDOW :]:
         stream, _ = stream_push(tok, stream, token_id)
-    return stream
+    return stream._replace(stop=tuple(filter(None, stop)))
 
 
 def stream_push(tok: Tokenizer, stream: Stream, token_id: int) -> tuple[Stream, str]:
-    """Adds a token; returns the text that is now certain. Joined, all texts equal `decode`."""
+    """Adds a token; returns the text that is now certain. Joined, all texts equal `decode`, up to
+    where the stream stops."""
     token = tok.backend.id_to_token(token_id)
     if token is None or (token_id in tok.special_ids and not stream.keep_special):
         return stream, ""  # decodes to nothing
@@ -281,13 +292,26 @@ def stream_push(tok: Tokenizer, stream: Stream, token_id: int) -> tuple[Stream, 
         return stream._replace(held=(*stream.held, token_id)), ""
     ids = (*stream.seen, *stream.held, token_id)
     text = _certain(tok, stream, ids).removeprefix(_certain(tok, stream, stream.seen))
-    return stream._replace(seen=ids[-_WINDOW:], held=()), text
+    return _before_stop(stream._replace(seen=ids[-_WINDOW:], held=()), text)
+
+
+def _before_stop(stream: Stream, text: str, is_last: bool = False) -> tuple[Stream, str]:
+    """Adds text; returns what comes before a stop text, and holds back what may begin one."""
+    if stream.stopped:
+        return stream, ""
+    text = stream.tail + text
+    if ends := [at for stop in stream.stop if (at := text.find(stop)) >= 0]:
+        return stream._replace(stopped=True), text[: min(ends)]
+    begun = [n for stop in stream.stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
+    out = len(text) if is_last else len(text) - max(begun, default=0)
+    return stream._replace(tail=text[out:]), text[:out]
 
 
 def stream_flush(tok: Tokenizer, stream: Stream) -> str:
     """Returns the text held back, at the end. An unfinished character comes out as U+FFFD."""
     text = decode(tok, stream.seen + stream.held, stream.keep_special)
-    return text.removeprefix(_certain(tok, stream, stream.seen))
+    text = text.removeprefix(_certain(tok, stream, stream.seen))
+    return _before_stop(stream, text, is_last=True)[1]
 
 
 def _certain(tok: Tokenizer, stream: Stream, ids: Sequence[int]) -> str:
