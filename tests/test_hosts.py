@@ -142,6 +142,62 @@ def test_two_processes_give_the_logits_and_greedy_texts_of_transformers(start, f
     assert second == (0, "", "")
 
 
+ARRIVALS = """
+import random, sys
+sys.path.insert(0, "tests")
+import jax
+from common.command.arguments import read_host_options
+from common.machines.hosts import joined
+from common.serving.load import Model
+from common.serving.serve import cancel, close, is_busy, serve, step, submit
+from common.serving.session import Request, start_session
+from engine import load
+
+family, variant, axes, *place = sys.argv[1:]
+with joined(read_host_options(place)) as group:
+    group.start()
+    module, config, weights, mesh, *_ = load(family, variant, axes)
+    model = Model(module, config, mesh, weights, None, "float32", None, None)
+    rng = random.Random(5)
+    options = dict(keep=4, keep_host=1e-3, reuse_multiple=1, draft="auto", draft_tokens=2)
+    pool = [[1 + (i * j) % 90 for j in range(1, 40 + 7 * i)] for i in range(1, 6)]
+    requests = [
+        Request(pool[i % 5][: 20 + 3 * i], 2 + i % 9, 0.9 * (i % 2), seed=i) for i in range(24)
+    ]
+    alone = start_session(model, 4, 128, "float32", reuse_multiple=1)
+    want = [[e.token for e in serve(alone, [request])] for request in requests]
+    session, got, given_up = start_session(model, 4, 128, "float32", **options), {}, set()
+    if jax.process_index() == 0:
+        while len(got) < len(requests) or is_busy(session):
+            if len(got) < len(requests) and rng.random() < 0.4:
+                got[submit(session, requests[len(got)])] = []
+            if got and rng.random() < 0.05:
+                given_up.add(rng.choice(list(got)))
+                cancel(session, max(given_up))
+            for event in step(session):
+                got[event.request].append(event.token)
+        close(session)
+        step(session)
+        for i, tokens in enumerate(want):
+            assert got[i] == (tokens[: len(got[i])] if i in given_up else tokens), i
+        assert session.stats.cached_tokens and session.stats.drafts
+        print("equal")
+    while not session.closed:
+        step(session)
+"""
+
+
+@pytest.mark.parametrize("family", ["llama3", pytest.param("deepseek_r1", marks=pytest.mark.full)])
+def test_requests_that_come_to_process_0_at_any_time_are_served_by_both(start, family):
+    """Only process 0 knows what comes when. Prefixes, host memory and drafts are on."""
+    variant = {"llama3": "scaled", "deepseek_r1": "yarn"}[family]
+    place = ["--coordinator", f"127.0.0.1:{free_port()}", "--process"]
+    command = ["-c", ARRIVALS, family, variant, "data=2,tensor=2", *place]
+    first, second = ends([start([*command, f"{i}/2"]) for i in range(2)])
+    assert (first[0], first[2]) == (0, "") and first[1].endswith("equal\n"), first
+    assert second == (0, "", "")
+
+
 @pytest.mark.full
 def test_prompts_on_the_standard_input_of_process_0_reach_all(pair):
     """The stdout of process 0 holds only the text, which is that of a single process. The stdout of

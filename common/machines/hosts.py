@@ -10,6 +10,7 @@ only after minutes, or abort with a page of its own messages.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn, TextIO
 
 import jax
+from jax._src import distributed  # its client is not public
 
 from common.loading.files import first_line
 from common.machines.cluster import Place, find_place
@@ -31,6 +33,7 @@ from common.machines.preflight import differences, numbered
 GRACE = 1.0  # seconds for a process to find itself the mistake that another one reports
 DEATH = 1  # the exit code after a process has died
 REMEDY = "--join-timeout waits longer, --no-distributed runs alone"
+REMEMBERED = 10_000  # messages of `share` that are kept
 HELLO_S = 5.0  # seconds for a process that has connected to say who it is
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
@@ -292,6 +295,25 @@ class Group:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(code)  # at a regular exit, JAX would wait for the others
+
+
+messages = itertools.count()  # that process 0 has shared
+
+
+def share(message: str) -> str:
+    """Returns the message of process 0 on every process. It goes through JAX's coordination service
+    and not through the devices, so that whoever waits for one costs nothing. All processes must
+    call this equally often."""
+    client: Any = distributed.global_state.client
+    number = next(messages)
+    if jax.process_index() == 0:
+        client.key_value_set(f"folio/{number}", message)
+        if number >= REMEMBERED:  # no process is so far behind
+            client.key_value_delete(f"folio/{number - REMEMBERED}")
+        return message
+    while True:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it did not come yet
+            return str(client.blocking_key_value_get(f"folio/{number}", 10_000))
 
 
 def check_name(peers: list[Peer]) -> None:

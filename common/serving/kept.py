@@ -137,6 +137,7 @@ class HostArray:
     its own devices held."""
 
     shape: tuple[int, ...]
+    dtype: np.dtype
     sharding: jax.sharding.Sharding
     parts: dict[str, np.ndarray]  # by the indices of a device's part
     nbytes: int
@@ -145,13 +146,12 @@ class HostArray:
 def to_host(row: int, rows: int, x: jax.Array) -> HostArray:
     mine = (s for s in x.addressable_shards if (s.index[0].start or 0) == row)
     parts = {str(s.index): np.asarray(s.data) for s in mine}
-    return HostArray(x.shape, x.sharding, parts, x.nbytes // rows)
+    return HostArray(x.shape, x.dtype, x.sharding, parts, x.nbytes // rows)
 
 
 def to_device(x: HostArray) -> jax.Array:
     """The array again, with zeros for the other data shards."""
-    dtype = next(iter(x.parts.values())).dtype
-    zeros = partial(np.zeros, x.sharding.shard_shape(x.shape), dtype)
+    zeros = partial(np.zeros, x.sharding.shard_shape(x.shape), x.dtype)
     return jax.make_array_from_callback(
         x.shape, x.sharding, lambda index: x.parts[str(index)] if str(index) in x.parts else zeros()
     )

@@ -6,6 +6,7 @@ A session takes requests at any time (`submit`), gives them up (`cancel`), and d
 Step t + 1 is dispatched before step t's tokens are fetched, so host work overlaps device work.
 """
 
+import json
 import time
 from collections.abc import Collection, Generator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from common.machines.hosts import share
 from common.sampling import INVALID
 from common.serving.drafts import measure, try_again
 from common.serving.kept import begin, find_beginning, release, settle
@@ -89,8 +91,32 @@ def step(session: Session) -> list[Event]:
     return decode_all(session)
 
 
+def close(session: Session) -> None:
+    """Tells the other processes, at the next step, that no more requests will come."""
+    session.closed = True
+
+
+def agree(session: Session) -> None:
+    """Takes over what process 0 was told, which decides for all processes. All else follows from
+    that, and from the tokens, which all have."""
+    gain, plain = (
+        session.gain,
+        [
+            (n, request and [*request[:7], [*request.stop_ids], *request[8:]])
+            for n, request in session.arrived
+        ],
+    )
+    told = share(json.dumps([plain, session.closed, gain is not None and gain.drafting]))
+    arrived, session.closed, drafting = json.loads(told)
+    session.arrived = [(n, request and Request(*request)) for n, request in arrived]
+    if gain is not None:
+        gain.drafting = drafting
+
+
 def receive(session: Session) -> None:
     """Lets the requests in that have arrived, and drops those that were given up."""
+    if jax.process_count() > 1:
+        agree(session)
     arrived, session.arrived = session.arrived, []
     for number, request in arrived:
         if request is not None:

@@ -142,6 +142,7 @@ class Session:
     ahead: Ahead | None = None  # the decode step that is under way
     budget: int = PROMPT_CHUNK  # prompt tokens that may be read before the next decode step
     freed: bool = False  # whether a slot that no longer runs has not been emptied
+    closed: bool = False  # whether process 0 has told the others that it ends
     ids: int = 0  # requests so far
     began: float = 0.0  # when the first of them came
     stats: Stats = field(default_factory=Stats)
