@@ -72,18 +72,27 @@ def receive(lines: TextIO) -> dict[str, Any] | None:
     return message if isinstance(message, dict) else None
 
 
+def bind_address(place: Place) -> str:
+    """Where process 0 listens: on the address of the coordinator alone, unless told otherwise."""
+    return os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or place.coordinator
+
+
 def listen(place: Place, timeout: float) -> list[Peer]:
     """Waits for connections from all other processes. Disagreement says which are missing."""
-    port = place.coordinator.rpartition(":")[2]
-    address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{port}"
+    address = bind_address(place)
     host, _, port = address.rpartition(":")
-    dual = host == "[::]" and socket.has_dualstack_ipv6()
-    bind = ("" if host == "[::]" else host.strip("[]"), int(port))
-    family = socket.AF_INET6 if dual or ":" in bind[0] else socket.AF_INET
+    host = host.strip("[]")
     try:
-        server = socket.create_server(bind, family=family, dualstack_ipv6=dual, backlog=1024)
+        family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
+        dual = host == "::" and socket.has_dualstack_ipv6()
+        server = socket.create_server(
+            (host, int(port)), family=family, dualstack_ipv6=dual, backlog=1024
+        )
     except OSError as error:
-        raise ValueError(f"process 0 cannot listen on {address}: {error.strerror}") from None
+        raise ValueError(
+            f"process 0 cannot listen on {address}: {error.strerror} "
+            "(JAX_COORDINATOR_BIND_ADDRESS=HOST:PORT sets where it listens)"
+        ) from None
     deadline, came, wrong = time.monotonic() + timeout, list[Peer](), list[str]()
     # The server is closed before JAX listens on its port; the connections stay open.
     with server, contextlib.suppress(TimeoutError):
@@ -255,6 +264,7 @@ class Group:
                 self.place.process,
                 self.place.devices,
                 cluster_detection_method="deactivate",  # `find_place` did that
+                coordinator_bind_address=bind_address(self.place),
                 initialization_timeout=max(int(self.timeout), 10),
             )
             jax.devices()
