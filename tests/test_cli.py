@@ -268,8 +268,6 @@ LONG = " ".join(["prologue"] * 400)
         (["--draft", str(EMBEDDED / "../../gpt2/embedded")], "model_type"),
         (["--draft-tokens", "2"], "--draft-tokens goes with --draft lookup, auto, or a model"),
         (["--keep", "-1"], "--keep must be at least 0, got -1"),
-        (["--logprobs", "2"], "--logprobs goes with --json"),
-        (["--echo"], "--echo goes with --logprobs"),
         (["--mesh", "tensor=64"], "needs 64 devices, but only"),
         (
             ["--mesh", "tensor=8"],

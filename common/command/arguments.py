@@ -108,15 +108,6 @@ def parser(name: str) -> argparse.ArgumentParser:
         metavar="S",
         help="end the reply before this text; may be given several times",
     )
-    text.add_argument(
-        "--logprobs",
-        type=int,
-        metavar="N",
-        help="with --json: the log-probability of each new token, and the N likeliest tokens",
-    )
-    text.add_argument(
-        "--echo", action="store_true", help="with --logprobs: those of the prompt's tokens, too"
-    )
     sampling = ap.add_argument_group("sampling (default: greedy)")
     sampling.add_argument(
         "--max-new-tokens",

@@ -180,7 +180,7 @@ def summary(session: Session, load_s: float) -> str:
 
 UNUSED_IN_DRY_RUN = (
     *("chat", "prompt", "prompts", "system", "profile", "distributed"),
-    *("keep", "keep_host", "stop", "logprobs"),
+    *("keep", "keep_host", "stop"),
 )
 OF_DRY_RUN = ("layers", "implementation", "hlo")
 
@@ -201,17 +201,11 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--mesh {' '.join(args.mesh)}: only --dry-run takes several meshes")
     if args.revision is not None and args.ckpt is None:
         raise ValueError("--revision goes with a --ckpt of the hub only")
-    for name, least in (("keep", 0), ("keep_host", 0), ("draft_tokens", 1), ("logprobs", 0)):
+    for name, least in (("keep", 0), ("keep_host", 0), ("draft_tokens", 1)):
         if (value := getattr(args, name)) is not None and not value >= least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     if args.draft_tokens is not None and args.draft in (None, "mtp"):
         raise ValueError("--draft-tokens goes with --draft lookup, auto, or a model")
-    if args.logprobs is not None and not args.json:
-        raise ValueError("--logprobs goes with --json, which shows them")
-    if args.logprobs is not None and args.draft == "mtp":
-        raise ValueError("--logprobs does not go with --draft mtp")
-    if args.echo and args.logprobs is None:
-        raise ValueError("--echo goes with --logprobs")
     if args.dry_run and args.draft not in (None, "mtp"):
         raise ValueError(f"--draft {args.draft} does not go with --dry-run: it takes mtp alone")
     if args.max_new_tokens < 1:
@@ -344,7 +338,6 @@ def run(
         reuse_multiple=1 if args.chat else PROMPT_CHUNK,
         draft=smaller,
         draft_tokens=args.draft_tokens or DRAFT_TOKENS,
-        logprobs=args.logprobs,
     )
     answer: Any = converse if args.chat else answer_prompts
     with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():

@@ -97,14 +97,13 @@ def make_request(
 ) -> Request:
     stop_ids = tok.stop_ids if tok else ()
     knobs = (args.temperature, args.top_k, args.top_p, args.min_p, (args.seed + index) % 2**32)
-    return Request(ids, args.max_new_tokens, *knobs, stop_ids, args.logprobs, args.echo)
+    return Request(ids, args.max_new_tokens, *knobs, stop_ids)
 
 
 class Reply(NamedTuple):
     """The reply to one prompt so far."""
 
     tokens: list[int]
-    events: list[Event]  # these tokens with their scores
     text: list[str]  # all that is shown
     answer: list[str]  # the text without the analysis before it
     stream: Stream | None  # None without a tokenizer
@@ -119,10 +118,10 @@ def start_reply(
 ) -> Reply:
     """Returns an empty reply. If its text continues the prompt, `context` is the prompt."""
     if tok is None:
-        return Reply([], [], [], [], None)
+        return Reply([], [], [], None)
     chat = tok.chat_template is not None and not args.raw
     place = Place() if chat and speaks_harmony(tok) else None
-    return Reply([], [], [], [], stream_start(tok, context, stop=args.stop), place=place)
+    return Reply([], [], [], stream_start(tok, context, stop=args.stop), place=place)
 
 
 def extend(
@@ -152,7 +151,6 @@ def extend(
     if event.finish != "invalid":
         reply.tokens.append(event.token)
     reply.text.append(text)
-    reply.events.append(event)
     finish = "stop" if stream is not None and stream.stopped else event.finish
     new: Any = dict(stream=stream, finish=finish, seconds=seconds, place=place, shown=shown)
     return reply._replace(**new), text
@@ -196,7 +194,7 @@ class Job(NamedTuple):
 
 def record(job: Job, i: int, reply: Reply) -> str:
     """Returns one line of JSON about prompt i."""
-    fields: dict[str, Any] = {
+    fields = {
         "index": i,
         "prompt": job.texts[i],
         "text": "".join(reply.text),
@@ -205,10 +203,6 @@ def record(job: Job, i: int, reply: Reply) -> str:
         "finish_reason": reply.finish or "interrupted",
         "seconds": round(reply.seconds, 4),
     }
-    scored = [event.score for event in reply.events if event.finish != "invalid"]
-    if any(scored):
-        fields["logprobs"] = [score._asdict() for score in scored if score]
-        fields["prompt_logprobs"] = [score._asdict() for score in reply.events[0].echo]
     return json.dumps(fields, ensure_ascii=False) + "\n"
 
 

@@ -5,7 +5,6 @@ Drafts come from the text itself (`lookup`), or from a smaller model, whose cach
 part of every slot: it is read, copied and kept with the layers of the model.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -18,13 +17,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from common.cache import copy_slots
-from common.kernels.dispatch import AUTO, KERNEL_FREE
-from common.sampling import Sampling, Scores, sample, scores
+from common.kernels.dispatch import AUTO
+from common.sampling import Sampling, Scores
 from common.serving.load import Model
-from common.sharding import DATA, MODEL, UNSPLIT, P, Shards
+from common.serving.score import extend_scored
+from common.sharding import DATA, UNSPLIT, P, Shards
 from common.speculate import NO_TOKEN, counting, lookup
 from common.speculate import generate as verify
-from common.weights import specs_like
 
 Array = jax.Array
 
@@ -105,7 +104,15 @@ def init_state(
     return DecodeState((*main.cache, *more), *known, text_BS, new_BT, scored_B, scored)
 
 
-def extend(
+def part(state: DecodeState, module: ModuleType, cache: Any) -> Any:
+    """The state of one of the two models."""
+    return module.DecodeState(cache, state.length_B, state.token_B, state.sampling)
+
+
+@partial(
+    jax.jit, static_argnames=("parts", "config", "mesh", "implementation"), donate_argnames="state"
+)
+def prefill(
     weights: Weights,
     state: DecodeState,
     tokens_BT: Array,
@@ -117,54 +124,28 @@ def extend(
     mesh: Mesh,
     implementation: str = AUTO,
 ) -> tuple[DecodeState, Scores | None]:
-    """`extend` of the model and of the draft model. With next_BT, the tokens that come after
-    tokens_BT, the second result has their scores [B, T], for slots that want scores."""
-
-    def run(
-        weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array, next_BT: Any
-    ) -> tuple[Any, ...]:
-        end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
-        last_B, rest = count_B - 1, state.cache[parts.layers :]
-        if parts.draft is not None:
-            given: Any = tokens_BT, end_B, parts.draft_config, implementation, last_B
-            _, rest = parts.draft.forward(weights.draft, rest, *given)
-        own, given = state.cache[: parts.layers], (tokens_BT, end_B, config, implementation)
-        last = last_B if next_BT is None else None
-        logits, cache = parts.main.forward(weights.main, own, *given, last)
-        logits_BV = logits if next_BT is None else logits[jnp.arange(len(last_B)), last_B]
-        length_B = state.length_B + count_B
-        token_B = sample(logits_BV, state.sampling, length_B, config.vocab_size, MODEL)
-        of_next = of_token = None
-        if parts.likeliest is not None:
-            options: Any = state.scored_B, parts.likeliest, config.vocab_size, MODEL
-            of_token = scores(logits_BV[:, None], token_B[:, None], *options)
-            of_next = None if next_BT is None else scores(logits, next_BT, *options)
-        return (*cache, *rest), length_B, token_B, of_token, of_next
-
-    spec, check = state_spec(parts, len(state.cache)), implementation in KERNEL_FREE
-    of_weights = weight_specs(weights, config, parts)
-    in_specs = of_weights, spec, *(P(DATA),) * 3
-    out_specs = spec.cache, *(P(DATA),) * 4
-    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
-    cache, length_B, token_B, of_token, of_next = run(weights, state, tokens_BT, count_B, next_BT)
-    is_on_B = count_B > 0
-    token_B = jnp.where(is_on_B, token_B, state.token_B)
+    """`prefill` of the model and of the draft model. With next_BT, the tokens that come after
+    tokens_BT, the second result has their scores [B, T]; after the last token of a prompt it is the
+    sampled one that comes."""
+    own, rest = state.cache[: parts.layers], state.cache[parts.layers :]
+    given, where = (tokens_BT, count_B), (mesh, implementation)
+    main, scored = part(state, parts.main, own), None
+    if next_BT is None:
+        main = parts.main.extend(weights.main, main, *given, config, *where)
+    else:
+        options: Any = next_BT, parts.likeliest, config, *where
+        main, scored = extend_scored(parts.main, weights.main, main, *given, *options)
+    if parts.draft is not None:
+        draft = part(state, parts.draft, rest)
+        rest = parts.draft.extend(weights.draft, draft, *given, parts.draft_config, *where).cache
     state = state._replace(
-        cache=cache,
-        length_B=length_B,
-        token_B=token_B,
-        text_BS=set_tokens(state.text_BS, token_B[:, None], length_B),
-        new_BT=counting(widen(token_B[:, None], parts), is_on_B),
-        scores=jax.tree.map(partial(widen, parts=parts), of_token),
+        cache=(*main.cache, *rest),
+        length_B=main.length_B,
+        token_B=main.token_B,
+        text_BS=set_tokens(state.text_BS, main.token_B[:, None], main.length_B),
+        new_BT=counting(widen(main.token_B[:, None], parts), count_B > 0),
     )
-    return state, of_next
-
-
-def weight_specs(weights: Weights, config: Any, parts: Parts) -> Weights:
-    main = specs_like(weights.main, parts.main.weight_layout(config))
-    if parts.draft is None:
-        return Weights(main, None)
-    return Weights(main, specs_like(weights.draft, parts.draft.weight_layout(parts.draft_config)))
+    return state, scored
 
 
 def widen(x_BT: Array, parts: Parts) -> Array:
@@ -185,13 +166,10 @@ def draft_tokens(
     if parts.draft is None:
         return lookup(state.text_BS, state.length_B, parts.K), cache
     is_on_B = (state.length_B > 0).astype(jnp.int32)
-    before_B = jnp.take_along_axis(
-        state.text_BS, jnp.maximum(state.length_B - 1, 0)[:, None], axis=1
-    )
-    draft = parts.draft.DecodeState(
-        cache, jnp.maximum(state.length_B - 1, 0), state.token_B, state.sampling
-    )
-    tokens_BT, drafts = jnp.concatenate([before_B, state.token_B[:, None]], axis=1), []
+    before_B = jnp.maximum(state.length_B - 1, 0)
+    before_BT = jnp.take_along_axis(state.text_BS, before_B[:, None], axis=1)
+    draft = part(state, parts.draft, cache)._replace(length_B=before_B)
+    tokens_BT, drafts = jnp.concatenate([before_BT, state.token_B[:, None]], axis=1), []
     for _ in range(parts.K):
         count_B = is_on_B * tokens_BT.shape[1]
         given: Any = tokens_BT, count_B, parts.draft_config, mesh, implementation
@@ -201,11 +179,11 @@ def draft_tokens(
     return jnp.concatenate(drafts, axis=1), draft.cache
 
 
-STATIC = ("parts", "config", "mesh", "implementation")
-prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
-
-
-@partial(jax.jit, static_argnames=(*STATIC, "drafting"), donate_argnames="state")
+@partial(
+    jax.jit,
+    static_argnames=("parts", "config", "mesh", "implementation", "drafting"),
+    donate_argnames="state",
+)
 def generate(
     weights: Weights,
     state: DecodeState,
@@ -222,7 +200,7 @@ def generate(
     draft_BK, rest = jnp.zeros((len(state.token_B), 0), jnp.int32), state.cache[parts.layers :]
     if drafting and parts.K:
         draft_BK, rest = draft_tokens(weights, state, parts=parts, **static)
-    main = parts.main.DecodeState(state.cache[: parts.layers], *state[1:4])
+    main = part(state, parts.main, state.cache[: parts.layers])
     given: Any = main, draft_BK, state.scored_B
     likeliest = parts.likeliest or 0
     main, new_BT, count_B, scored = verify(
@@ -238,54 +216,34 @@ def generate(
     )
 
 
-PROBE = 5  # steps with drafts, or without, before they are compared
-REST = 16  # steps without drafts when they did not pay; doubled each time, up to 8 times this
-CLOSE = 1.5  # a gain below which steps without drafts are measured again after 8 * REST steps
+PROBE = 5  # steps for which the slower way is tried
+REST = 16  # steps of the faster way between two tries; doubled each time, up to 16 times this
 
 
 @dataclass
 class Gain:
-    """Measures whether drafts pay: by the seconds of a step with and without them, and by the
-    tokens that a step with drafts gives each slot."""
+    """Which of two ways is faster: steps with drafts or steps without them."""
 
-    drafting: bool = False  # the first steps measure what a step without drafts takes
-    left: int = PROBE  # steps before the next decision
+    drafting: bool = False
+    left: int = PROBE  # steps before the next change
     rest: int = REST
-    since: int = 0  # steps since the last one without drafts
-    seconds: dict[bool, deque[float]] = field(
-        default_factory=lambda: {x: deque(maxlen=PROBE) for x in (False, True)}
-    )
-    tokens: float = 1.0  # smoothed
-
-    @property
-    def ratio(self) -> float:
-        """How many times as fast as without drafts the text comes."""
-        without, drafting = (median(self.seconds[x]) for x in (False, True))
-        return self.tokens * without / drafting
-
-
-def try_again(gain: Gain) -> None:
-    """Gives drafts another chance, because a new text begins."""
-    gain.left, gain.rest = min(gain.left, PROBE), REST
+    seconds: dict[bool, tuple[float, ...]] = field(default_factory=lambda: {False: (), True: ()})
+    tokens: float = 1.0  # that a step with drafts gives each slot, smoothed
 
 
 def measure(gain: Gain, drafted: bool, seconds: float, tokens: float) -> None:
     """Takes in one step, which gave each slot so many tokens, and decides about the next ones."""
-    gain.seconds[drafted].append(seconds)
-    gain.since = gain.since + 1 if drafted else 0
-    if drafted:
-        gain.tokens += 0.2 * (tokens - gain.tokens)
+    gain.seconds[drafted] = (*gain.seconds[drafted][1 - PROBE :], seconds)
+    gain.tokens += 0.2 * (tokens - gain.tokens) if drafted else 0
     gain.left -= 1
-    if gain.left > 0 or drafted != gain.drafting:
+    if gain.left > 0:
         return
-    if not drafted:
-        gain.drafting, gain.left = True, PROBE
-    elif gain.ratio < 1:
-        gain.drafting, gain.left, gain.rest = False, gain.rest, min(2 * gain.rest, 8 * REST)
-    elif gain.ratio < CLOSE and gain.since > 8 * REST:
-        gain.drafting, gain.left, gain.rest = False, PROBE, REST
+    without, drafting = (median(gain.seconds[x] or (0.0,)) for x in (False, True))
+    pays = gain.tokens * without > drafting
+    if gain.drafting == pays or not drafting:  # the other way is tried
+        gain.drafting, gain.left = not gain.drafting, PROBE
     else:
-        gain.rest = REST
+        gain.drafting, gain.left, gain.rest = pays, gain.rest, min(2 * gain.rest, 16 * REST)
 
 
 def with_drafts(
@@ -304,8 +262,7 @@ def with_drafts(
     module: Any = SimpleNamespace(
         STATE_SPEC=spec,
         init_state=partial(init_state, **static),
-        prefill=lambda *args, **given: prefill(*args, **static, **given)[0],
-        prefill_scored=partial(prefill, **static),
+        prefill=partial(prefill, **static),
         insert=partial(copy_slots, specs=spec),
         generate=partial(generate, **static),
         parts=parts,

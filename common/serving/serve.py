@@ -16,7 +16,7 @@ import numpy as np
 
 from common.machines.hosts import share
 from common.sampling import INVALID
-from common.serving.drafts import measure, try_again
+from common.serving.drafts import PROBE, REST, measure
 from common.serving.kept import begin, find_beginning, release, settle
 from common.serving.load import Model
 from common.serving.session import (
@@ -24,6 +24,7 @@ from common.serving.session import (
     Chunk,
     Event,
     Request,
+    Score,
     Session,
     Work,
     capacity_for,
@@ -48,6 +49,10 @@ def submit(session: Session, request: Request) -> int:
     """Adds a request. Returns its number, which its events carry. ValueError if it cannot be
     served."""
     check_request(request, session.capacity, session.model.config.max_position_embeddings)
+    most = -1 if session.likeliest is None else session.likeliest
+    if request.logprobs is not None and not 0 <= request.logprobs <= most:
+        gives = f"at most {most}" if most >= 0 else "none"
+        raise ValueError(f"logprobs={request.logprobs}, but this session gives {gives}")
     session.began = session.began or time.perf_counter()
     session.arrived.append((session.ids, request))
     session.ids += 1
@@ -168,7 +173,7 @@ def read(session: Session, chunk: Chunk) -> list[Event]:
         new = jax.tree.map(np.asarray, new)
     events = [e for row, work in session.read.items() for e in add(session, work, new, row)]
     if session.gain is not None:
-        try_again(session.gain)
+        session.gain.left, session.gain.rest = min(session.gain.left, PROBE), REST  # a new text
     stats.first_token_s = stats.first_token_s or time.perf_counter() - session.began
     return events
 
@@ -218,10 +223,13 @@ def add(session: Session, work: Work, new: Any, row: int) -> list[Event]:
         # The newest token is not in the cache.
         elif work.made == request.max_new_tokens or len(work.tokens) > session.capacity:
             finish = "length"
-        score = None
-        if scores is not None and request.logprobs is not None:
-            score = score_of(scores, row, t, request)
-        events.append(Event(work.number, token, finish, score, work.echo if first else ()))
+        if request.logprobs is None:
+            score, echo = None, list[Score]()
+        elif first:
+            *echo, score = work.scores
+        else:
+            score, echo = score_of(scores, row, t, request), []
+        events.append(Event(work.number, token, finish, score, echo if request.echo else ()))
         if finish is not None:
             work.ended = True
             break

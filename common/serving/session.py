@@ -70,9 +70,7 @@ class Event(NamedTuple):
     token: int
     finish: str | None
     score: Score | None = None
-    echo: Sequence[
-        Score
-    ] = ()  # with the first token: the scores of all prompt tokens but the first
+    echo: Sequence[Score] = ()  # with the first token: of all prompt tokens but the first
 
 
 @dataclass
@@ -84,7 +82,7 @@ class Work:
     tokens: list[int]  # of the prompt and the reply so far
     cached: int = 0  # how many prompt tokens are read
     ended: bool = False
-    echo: list[Score] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)  # of the prompt and of the first token
 
     @property
     def made(self) -> int:
@@ -294,7 +292,7 @@ def fetch(x: Any) -> Any:
     return jax.tree.map(np.asarray, publish(x))
 
 
-def per_shard(session: Session, values: Sequence[Any], dtype: DTypeLike = np.int32) -> jax.Array:
+def per_shard(session: Session, values: Any, dtype: DTypeLike = np.int32) -> jax.Array:
     """One value, or row of values, for each data shard, which holds its own."""
     sharding = NamedSharding(session.model.mesh, P(DATA))
     return jax.device_put(np.asarray(values, dtype), sharding)
@@ -323,38 +321,37 @@ class Chunk(NamedTuple):
     """How prompt tokens are read: how many at once, and whether they are scored."""
 
     bucket: int
-    echo: bool
+    scored: bool
 
 
 def next_chunk(work: Work) -> Chunk:
-    return Chunk(buckets(len(work.tokens) - work.cached)[0], work.request.echo)
+    bucket = buckets(len(work.tokens) - work.cached)[0]
+    return Chunk(bucket, work.request.logprobs is not None)
 
 
 def read_chunk(session: Session, together: dict[int, Work], chunk: Chunk) -> None:
     """Appends the next prompt tokens of each request, which are read on different data shards, to
     what is read of it."""
 
-    def rows(shift: int) -> list[list[int]]:
-        works = (together.get(row) for row in range(session.rows))
-        starts = ((work.tokens, work.cached + shift) if work else ([], 0) for work in works)
-        return [tokens[at : at + chunk.bucket] for tokens, at in starts]
+    def rows(shift: int, beyond: int) -> list[list[int]]:
+        found = list[list[int]]()
+        for work in map(together.get, range(session.rows)):
+            at = work.cached + shift if work else 0
+            row = list(work.tokens[at : at + chunk.bucket]) if work else []
+            found.append(row + [beyond] * (chunk.bucket - len(row)))
+        return found
 
-    def padded(rows: list[list[int]]) -> jax.Array:
-        return per_shard(session, [row + [0] * (chunk.bucket - len(row)) for row in rows])
-
-    module, given = session.model.module, (session.model.weights, session.prompts)
-    new, known = rows(0), static(session)
-    tokens_BT, count_B = padded(new), per_shard(session, [*map(len, new)])
-    if not chunk.echo:
-        session.prompts = module.prefill(*given, tokens_BT, count_B, **known)
-        return
-    session.prompts, scores = module.prefill_scored(
-        *given, tokens_BT, count_B, padded(rows(1)), **known
-    )
-    scores = fetch(scores)
-    for row, work in together.items():
-        count = len(rows(1)[row])
-        work.echo += [score_of(scores, row, t, work.request) for t in range(count)]
+    counts = [len(w.tokens) - w.cached if w else 0 for w in map(together.get, range(session.rows))]
+    count_B = per_shard(session, np.minimum(counts, chunk.bucket))
+    given: Any = session.model.weights, session.prompts, per_shard(session, rows(0, 0)), count_B
+    next_BT = per_shard(session, rows(1, -1)) if chunk.scored else None
+    new = session.model.module.prefill(*given, *([next_BT] * chunk.scored), **static(session))
+    session.prompts, scores = new if session.is_extended else (new, None)
+    if scores is not None:
+        scores = fetch(scores)
+        for row, work in together.items():
+            count = min(counts[row], chunk.bucket)
+            work.scores += [score_of(scores, row, t, work.request) for t in range(count)]
 
 
 def score_of(scores: Any, row: int, t: int, request: Request) -> Score:
