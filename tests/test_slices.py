@@ -13,10 +13,19 @@ import pytest
 from engine import model_of
 from families import FAMILIES
 
+from common.cache import copy_prefixes
 from common.machines.chips import devices_of
-from common.machines.dryrun import abstract_state, abstract_weights, device_bytes, dry_run
+from common.machines.dryrun import (
+    abstract,
+    abstract_state,
+    abstract_weights,
+    device_bytes,
+    dry_run,
+)
+from common.machines.hlo import cycles, parse, traffic
 from common.quant import INT8
-from common.sharding import make_mesh, parse_mesh
+from common.sharding import DATA, P, make_mesh, parse_mesh
+from common.speculate import generate
 
 HBM = dict(v5e=16 << 30, v6e=32 << 30)  # bytes of one chip
 SLOTS, CAPACITY, PROMPT, LAYERS = 8, 2048, 512, 2
@@ -71,3 +80,55 @@ def test_a_published_size_compiles_for_a_slice_that_it_fits(family, size):
     else:  # rows and results of 512 tokens with 6 or 8 experts each take up to 117 MB
         assert decode.temporaries < largest(weights.layers) / 3
         assert prompt.temporaries < 1.5 * largest(weights.layers)  # a widened stack would be 2
+
+
+def compiled(step, *arrays, **static):
+    """Returns the program as text, and the bytes of its temporaries."""
+    program = step.lower(*arrays, **static).compile()
+    return program.as_text(), program.memory_analysis().temp_size_in_bytes
+
+
+def few_layers(family, size):
+    """Returns a published size's slice, with two layers."""
+    model, shapes = model_of(family), importlib.import_module(f"{family}.shapes")
+    topology, axes, *_ = shapes.SLICES[size]
+    config = model.config_from_hf(shapes.SHAPES[size])._replace(num_hidden_layers=LAYERS)
+    if "first_k_dense_replace" in config._fields:
+        config = config._replace(first_k_dense_replace=1)
+    return model, config, make_mesh(**parse_mesh(axes), devices=devices_of(topology))
+
+
+LARGE = [("llama3", "llama3.1-70b"), ("gpt_oss", "gpt-oss-120b"), ("deepseek_r1", "deepseek-r1")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("family, size", LARGE)
+def test_a_copy_of_a_beginning_costs_its_length_and_not_the_capacity(family, size, dtype):
+    """The cycles of a loop count one turn, which copies a block of positions of every layer."""
+    model, config, mesh = few_layers(family, size)
+    one = abstract(jax.ShapeDtypeStruct((mesh.shape["data"],), jnp.int32), P(DATA), mesh)
+    costs = set()
+    for capacity in (2048, 131_072):
+        shape = capacity, jnp.dtype(dtype)
+        target, source = (abstract_state(model, config, mesh, n, *shape).cache for n in (1, SLOTS))
+        static = dict(spec=model.STATE_SPEC.cache, mesh=mesh)
+        text, temporaries = compiled(copy_prefixes, target, source, one, one, one, **static)
+        costs.add((cycles(parse(text)), temporaries))
+    ((cost, temporaries),) = costs
+    assert temporaries == 0 and 0 < cost < 20_000 * LAYERS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family, size", LARGE)
+def test_a_step_that_verifies_three_drafts_moves_the_bytes_of_a_step_of_one_token(family, size):
+    model, config, mesh = few_layers(family, size)
+    weights = abstract_weights(model, config, mesh, jnp.bfloat16, INT8)
+    state = abstract_state(model, config, mesh, SLOTS, CAPACITY, jnp.dtype("bfloat16"))
+    moved = []
+    for K in (0, 3):
+        draft = abstract(jax.ShapeDtypeStruct((SLOTS, K), jnp.int32), P(DATA), mesh)
+        text, _ = compiled(generate, model, weights, state, draft, config=config, mesh=mesh)
+        moved.append(traffic(parse(text)))
+    print(f"{size}: {moved[1] / moved[0]:.3f} of {moved[0] / 1e9:.3f} GB")
+    assert moved[1] < 1.1 * moved[0]
