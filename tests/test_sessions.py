@@ -2,7 +2,9 @@
 Whatever happens around a request, its text is the one that it has alone."""
 
 import functools
+import gc
 
+import jax
 import numpy as np
 import pytest
 from engine import load
@@ -10,10 +12,11 @@ from families import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.serving import prefixes
+from common.serving import kept, prefixes
 from common.serving import serve as serving
 from common.serving import session as sessions
 from common.serving.load import Model
+from common.serving.prefixes import Place, Prefixes, forget, hold, is_covered, least_missed, longest
 from common.serving.score import log_probabilities
 from common.serving.serve import cancel, is_busy, serve, step, submit
 from common.serving.session import Request, start_session
@@ -51,8 +54,19 @@ def model_of(family):
     return Model(module, config, mesh, weights, None, np.dtype("float32"), None, None)
 
 
+@functools.cache
+def slot_bytes(family):
+    """What a full slot takes."""
+    session = open_session(family)
+    return sum(x.nbytes for x in jax.tree.leaves(session.state.cache)) // session.slots
+
+
 def open_session(family, **options):
+    """With `keep_host` in full slots of each data shard."""
     options = dict(reuse_multiple=CHUNK) | options
+    if slots := options.get("keep_host"):
+        rows = model_of(family).mesh.shape["data"]
+        options["keep_host"] = slots * rows * slot_bytes(family) / 1e9
     return start_session(model_of(family), 4, CAPACITY, CASES[family][2], **options)
 
 
@@ -129,7 +143,7 @@ ACTIONS = st.lists(
     [pytest.param(f, marks=() if f == "llama3" else pytest.mark.full) for f in CASES],
 )
 @settings(max_examples=25)
-@given(ACTIONS, st.sampled_from([0, 2, 4]), st.sampled_from([0.0, 2e-5, 1.0]), st.booleans())
+@given(ACTIONS, st.sampled_from([0, 2, 4]), st.sampled_from([0.0, 2.5, 100.0]), st.booleans())
 def test_each_request_has_the_text_that_it_has_alone(family, actions, keep, keep_host, replies):
     """Whatever comes before it, beside it and after it. Replies are reused where no rounding of the
     cache to integers makes a difference."""
@@ -201,3 +215,177 @@ def test_scores_are_those_of_the_whole_text(family, draft):
         best = np.argsort(-want[t])[:3]
         assert [i for i, _ in score.likeliest] == best.tolist()
         np.testing.assert_allclose([x for _, x in score.likeliest], want[t, best], atol=1e-4)
+
+
+# ---- what goes first
+
+
+def recorded(session, monkeypatch):
+    """Notes each chunk of a prompt and each decode step, and the lengths of the slots before it."""
+    module, log = session.model.module, []
+    prefill, generate = module.prefill, module.generate
+
+    def note_prefill(*args, **given):
+        log.append("chunk")
+        return prefill(*args, **given)
+
+    def note_generate(weights, state, **given):
+        log.append(np.asarray(state.length_B).tolist())
+        return generate(weights, state, **given)
+
+    monkeypatch.setattr(module, "prefill", note_prefill)
+    monkeypatch.setattr(module, "generate", note_generate)
+    return log
+
+
+def test_a_running_text_waits_for_one_chunk_at_most(monkeypatch):
+    """Prompts of several chunks keep coming. The two short ones are read together, as one chunk."""
+    session = open_session("gpt2")
+    log = recorded(session, monkeypatch)
+    submit(session, Request(pool("gpt2")[1].prompt, 40))
+    for i in (5, 9, 4, 1, 0):
+        for _ in range(2):
+            step(session)
+        submit(session, pool("gpt2")[i]._replace(max_new_tokens=2))
+    while is_busy(session):
+        step(session)
+    first = log.index(next(x for x in log if x != "chunk"))
+    gaps = "".join("c" if x == "chunk" else "d" for x in log[first:]).split("d")
+    assert max(map(len, gaps)) == 1 and "c" in gaps
+
+
+def test_prompts_begin_in_the_order_in_which_they_came():
+    """Also if a long one comes first, and if a later one begins like what is held."""
+    run = Run("gpt2")
+    order = [9, 0, 5, 1, 4, 0, 5, 2]
+    for i in order:
+        run.submit(i)
+    began = []
+    while is_busy(run.session):
+        run.step()
+        began += [n for n, tokens in enumerate(run.tokens) if tokens and n not in began]
+    assert began == sorted(began) and len(began) == len(order)
+
+
+def test_data_shards_take_turns():
+    """A long prompt on one shard does not hold up those of the other."""
+    session, prompt = open_session("qwen3"), pool("qwen3")[5].prompt
+    long = submit(session, Request(prompt, 2, logprobs=None))
+    short = submit(session, Request(prompt[20:25], 2))
+    first = [event.request for _ in range(4) for event in step(session)]
+    assert first[0] == short != long
+
+
+def test_a_request_that_is_given_up_frees_its_slot_before_the_next_step(monkeypatch):
+    session = open_session("gpt2")
+    log = recorded(session, monkeypatch)
+    numbers = [submit(session, Request(pool("gpt2")[i].prompt, 20)) for i in (1, 2)]
+    while len(session.running) < 2:
+        step(session)
+    step(session)
+    assert sum(length > 0 for length in log[-1]) == 2
+    cancel(session, numbers[0])
+    given_up = [event for event in step(session) if event.request == numbers[0]]
+    assert not given_up and sum(length > 0 for length in log[-1]) == 1
+    cancel(session, numbers[1])
+    cancel(session, 12345)  # nobody has this number
+    assert step(session) == [] and not is_busy(session)
+    np.testing.assert_array_equal(session.state.sampling.temperature_B, 0)
+
+
+def test_log_probabilities_that_the_session_does_not_give_are_refused():
+    for most, wanted in ((None, 0), (3, 4), (3, -1)):
+        with pytest.raises(ValueError, match=f"logprobs={wanted}, but this session gives"):
+            submit(open_session("gpt2", logprobs=most), Request([1], 1, logprobs=wanted))
+
+
+# ---- beginnings that are held
+
+
+TEXTS = st.lists(st.integers(0, 1), min_size=0, max_size=20)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), TEXTS), max_size=20), TEXTS)
+def test_the_longest_beginning_is_found(changes, wanted):
+    """As by comparing with every text; a beginning of less than a block is not found."""
+    index, texts = Prefixes(), {}
+    for n, text in changes:
+        place = Place("slot", n)
+        forget(index, place)
+        texts.pop(place, None)
+        if text:
+            hold(index, place, text)
+            texts[place] = text
+    place, length = longest(index, wanted)
+    best = max((prefixes.common_prefix(t, wanted) for t in texts.values()), default=0)
+    assert length == (best if best >= prefixes.BLOCK else 0)
+    assert not length or texts[place][:length] == wanted[:length]
+    for place in list(texts):
+        forget(index, place)
+    assert not index.texts and not index.root.after
+
+
+def test_the_least_missed_place_is_empty_or_held_twice_or_used_least_recently():
+    index, places = Prefixes(), [Place("slot", n) for n in range(3)]
+    hold(index, places[1], [1] * 8)
+    hold(index, places[0], [2] * 8)
+    assert least_missed(index, places) == places[2]
+    hold(index, places[2], [3] * 8)
+    assert least_missed(index, places) == places[1]
+    prefixes.use(index, places[1])
+    assert least_missed(index, places) == places[0]
+    hold(index, Place("kept", 0), [3] * 12)
+    assert is_covered(index, places[2]) and least_missed(index, places) == places[2]
+
+
+@pytest.mark.parametrize("keep, keep_host, found", [(0, 0, 0), (4, 0, 48), (0, 9, 48)])
+def test_a_text_that_its_slot_lost_is_found_in_a_kept_slot_or_in_host_memory(
+    keep, keep_host, found
+):
+    session, (first, *others) = open_session("gpt2", keep=keep, keep_host=keep_host), pool("gpt2")
+    first = Request(pool("gpt2")[5].prompt, 3)
+    want = [event.token for event in serve(session, [first])]
+    rng = np.random.default_rng(3)
+    others = [Request(rng.integers(1, 90, 40).tolist(), 2) for _ in range(4)]
+    list(serve(session, others))  # four slots, and all are needed
+    before = session.stats.cached_tokens
+    assert [event.token for event in serve(session, [first])] == want
+    assert session.stats.cached_tokens - before == found
+
+
+def test_host_memory_is_never_more_than_allowed():
+    session = open_session("gpt2", keep_host=2.5)
+    rng = np.random.default_rng(3)
+    for _ in range(12):
+        list(serve(session, [Request(rng.integers(1, 90, 40).tolist(), 1)]))
+    (stored,) = session.stored
+    assert 0 < sum(map(kept.size_of, stored.values())) <= 2.5 * slot_bytes("gpt2")
+    assert {place for place in session.prefixes[0].texts if place.tier == "host"} == set(stored)
+
+
+@pytest.mark.full
+def test_ten_thousand_requests_leave_nothing_behind():
+    """Every text is right. After each thousand there are as many arrays and objects as before."""
+    session, rng = open_session("gpt2", keep=2, keep_host=2.5), np.random.default_rng(1)
+    requests, counts = pool("gpt2"), []
+    for _ in range(10):
+        which, got = {}, {}
+        for i in rng.integers(0, len(requests), 1000).tolist():
+            number = submit(session, requests[i])
+            which[number], got[number] = i, []
+            if rng.random() < 0.5:
+                for event in step(session):
+                    got[event.request].append(event.token)
+        while is_busy(session):
+            for event in step(session):
+                got[event.request].append(event.token)
+        assert all(got[number] == alone("gpt2", i) for number, i in which.items())
+        gc.collect()
+        nodes = sum(len(index.texts) for index in session.prefixes)
+        arrays = sum(array.nbytes for array in jax.live_arrays())
+        counts.append((len(jax.live_arrays()), arrays, nodes, len(gc.get_objects())))
+    (arrays, size, nodes, objects), (arrays_, size_, nodes_, objects_) = counts[1], counts[-1]
+    assert (arrays, size) == (arrays_, size_) and nodes == nodes_
+    assert abs(objects_ - objects) < 2000, counts
+    s = session
+    assert not (s.arrived or s.waiting or s.reading or s.read or s.running or s.ahead)
