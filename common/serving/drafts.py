@@ -217,7 +217,7 @@ def generate(
 
 
 PROBE = 5  # steps for which the slower way is tried
-REST = 16  # steps of the faster way between two tries; doubled each time, up to 16 times this
+REST = 16  # steps of the faster way between two tries; doubled each time, up to 8 times this
 
 
 @dataclass
@@ -243,7 +243,7 @@ def measure(gain: Gain, drafted: bool, seconds: float, tokens: float) -> None:
     if gain.drafting == pays or not drafting:  # the other way is tried
         gain.drafting, gain.left = not gain.drafting, PROBE
     else:
-        gain.drafting, gain.left, gain.rest = pays, gain.rest, min(2 * gain.rest, 16 * REST)
+        gain.drafting, gain.left, gain.rest = pays, gain.rest, min(2 * gain.rest, 8 * REST)
 
 
 def with_drafts(

@@ -16,11 +16,12 @@ import numpy as np
 
 from common.machines.hosts import share
 from common.sampling import INVALID
-from common.serving.drafts import PROBE, REST, measure
+from common.serving.drafts import PROBE, measure
 from common.serving.kept import begin, find_beginning, release, settle
 from common.serving.load import Model
 from common.serving.session import (
     PROMPT_CHUNK,
+    Ahead,
     Chunk,
     Event,
     Request,
@@ -78,22 +79,28 @@ def step(session: Session) -> list[Event]:
     Between two steps of decoding, prompts of at most PROMPT_CHUNK tokens are read. So no running
     text ever waits for more than one chunk, and no prompt waits for ever.
     """
+    stats, began = session.stats, time.perf_counter()
     receive(session)
-    if session.read:
-        with timed(session.stats, "prefill_s"):
-            settle(session)
+    if session.fresh is not None:
+        return book_first(session)
+    with timed(stats, "prefill_s"):
+        settle(session)
     admit(session)
     if session.freed:
         empty_others(session, session.running)
         session.freed = False
-    if session.reading:
-        chunk = next_chunk(next(iter(session.reading.values())))
-        cost = max(chunk.bucket, LEAST_COST)
-        if cost <= session.budget or not session.running:
-            session.budget -= cost
-            return read(session, chunk)
-    session.budget = PROMPT_CHUNK
-    return decode_all(session)
+    behind, session.ahead = session.ahead, None
+    chunk = next_chunk(next(iter(session.reading.values()))) if session.reading else None
+    cost = max(chunk.bucket, LEAST_COST) if chunk else 0
+    if chunk and (cost <= session.budget or not session.running):
+        session.budget -= cost
+        with timed(stats, "prefill_s"):
+            read(session, chunk)
+    else:
+        session.budget = PROMPT_CHUNK
+        with timed(stats, "decode_s"):
+            decode(session)
+    return book(session, behind, began) if behind else []
 
 
 def close(session: Session) -> None:
@@ -104,13 +111,10 @@ def close(session: Session) -> None:
 def agree(session: Session) -> None:
     """Takes over what process 0 was told, which decides for all processes. All else follows from
     that, and from the tokens, which all have."""
-    gain, plain = (
-        session.gain,
-        [
-            (n, request and [*request[:7], [*request.stop_ids], *request[8:]])
-            for n, request in session.arrived
-        ],
-    )
+    gain, plain = session.gain, list[Any]()
+    for number, request in session.arrived:
+        fields = request and [*request[:7], [*request.stop_ids], *request[8:]]
+        plain.append((number, fields))
     told = share(json.dumps([plain, session.closed, gain is not None and gain.drafting]))
     arrived, session.closed, drafting = json.loads(told)
     session.arrived = [(n, request and Request(*request)) for n, request in arrived]
@@ -152,47 +156,48 @@ def admit(session: Session) -> None:
         begin(session, row, work, *found[row])
 
 
-def read(session: Session, chunk: Chunk) -> list[Event]:
-    """Reads a chunk of a prompt on each data shard. Shards take turns: the one that waits longest
-    goes first, and those join it whose next chunk is like it. So how a prompt is read does not
-    depend on the others. Returns the first tokens of the prompts that are complete."""
-    stats, together = session.stats, dict[int, Work]()
-    for row, work in session.reading.items():
-        if next_chunk(work) == chunk:
-            together[row] = work
-    with timed(stats, "prefill_s"):
-        read_chunk(session, together, chunk)
-        new = newest(session.prompts)
+def read(session: Session, chunk: Chunk) -> None:
+    """Dispatches a chunk of a prompt on each data shard. Shards take turns: the one that waits
+    longest goes first, and those join it whose next chunk is like it. So how a prompt is read does
+    not depend on the others."""
+    together = {row: w for row, w in session.reading.items() if next_chunk(w) == chunk}
+    read_chunk(session, together, chunk)
     for row, work in together.items():
         del session.reading[row]  # and back in, behind the others
         work.cached = min(work.cached + chunk.bucket, len(work.tokens))
         (session.read if work.cached == len(work.tokens) else session.reading)[row] = work
-    if not session.read:
-        return []
-    with timed(stats, "prefill_s"):
-        new = jax.tree.map(np.asarray, new)
-    events = [e for row, work in session.read.items() for e in add(session, work, new, row)]
+    if session.read:
+        session.fresh = newest(session.prompts)
+
+
+def book_first(session: Session) -> list[Event]:
+    """Fetches the first tokens of the prompts that are complete."""
+    with timed(session.stats, "prefill_s"):
+        new, session.fresh = jax.tree.map(np.asarray, session.fresh), None
     if session.gain is not None:
-        session.gain.left, session.gain.rest = min(session.gain.left, PROBE), REST  # a new text
-    stats.first_token_s = stats.first_token_s or time.perf_counter() - session.began
+        session.gain.left = min(session.gain.left, PROBE)  # a new text, another chance
+    works = {row: work for row, work in session.read.items() if not work.ended}
+    events = [event for row, work in works.items() for event in add(session, work, new, row)]
+    if events and not session.stats.first_token_s:
+        session.stats.first_token_s = time.perf_counter() - session.began
     return events
 
 
-def decode_all(session: Session) -> list[Event]:
-    """Dispatches a step of all running texts. Returns the tokens of the step before it."""
-    stats, running, behind = session.stats, session.running, session.ahead
-    session.ahead, events = None, list[Event]()
-    began, compiled = time.perf_counter(), stats.compile_s
-    # A chunk that was dispatched before the step takes its share of the time.
-    with timed(stats, "prefill_s" if session.reading else "decode_s"):
-        if running:
-            session.ahead = generate(session)
-            filled = sum(len(work.tokens) for work in running.values())
-            stats.filled += filled / (session.slots * session.capacity)
-        if behind is None:
-            return []
+def decode(session: Session) -> None:
+    """Dispatches a step of all running texts."""
+    if session.running:
+        session.ahead = generate(session)
+        filled = sum(len(work.tokens) for work in session.running.values())
+        session.stats.filled += filled / (session.slots * session.capacity)
+
+
+def book(session: Session, behind: Ahead, began: float) -> list[Event]:
+    """Fetches the tokens of a decode step. `began` is the time at which this step began."""
+    stats, running, events = session.stats, session.running, list[Event]()
+    # A step that was dispatched behind a chunk of a prompt had to wait for it.
+    with timed(stats, "prefill_s" if behind.mixed else "decode_s"):
         new = jax.tree.map(np.asarray, behind.new)
-    seconds, compiled = time.perf_counter() - began, stats.compile_s - compiled
+    seconds = time.perf_counter() - began
     for slot, number in behind.owners.items():
         if slot in running and running[slot].number == number:
             work = running[slot]
@@ -200,7 +205,7 @@ def decode_all(session: Session) -> list[Event]:
             if work.ended:
                 release(session, slot)
     stats.decode_tokens += len(events)
-    if session.gain is not None and events and not compiled and not session.reading:
+    if session.gain is not None and events and not behind.mixed and not session.reading:
         measure(session.gain, behind.drafted, seconds, len(events) / len(behind.owners))
     return events
 

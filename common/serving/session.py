@@ -112,6 +112,7 @@ class Ahead(NamedTuple):
     new: Any  # what `newest` returns
     owners: dict[int, int]  # the number of the request in each slot
     drafted: bool
+    mixed: bool  # whether a chunk of a prompt was dispatched before it
 
 
 @dataclass
@@ -136,6 +137,7 @@ class Session:
     waiting: OrderedDict[int, Work] = field(default_factory=OrderedDict)  # by number
     reading: dict[int, Work] = field(default_factory=dict)  # by data shard; the first is next
     read: dict[int, Work] = field(default_factory=dict)  # by data shard; not in a slot yet
+    fresh: Any = None  # the first tokens of these, to be fetched
     running: dict[int, Work] = field(default_factory=dict)  # by slot
     ahead: Ahead | None = None  # the decode step that is under way
     budget: int = PROMPT_CHUNK  # prompt tokens that may be read before the next decode step
@@ -374,7 +376,7 @@ def generate(session: Session) -> Ahead:
     session.state = model.module.generate(model.weights, session.state, **options)
     session.stats.decode_steps += 1
     owners = {slot: work.number for slot, work in session.running.items()}
-    return Ahead(newest(session.state), owners, drafting)
+    return Ahead(newest(session.state), owners, drafting, bool(session.reading))
 
 
 def newest(state: Any) -> Any:

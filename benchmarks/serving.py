@@ -1,0 +1,196 @@
+"""Measures what a session gains on this machine by beginnings that are kept, by drafts, and by
+reading prompts in chunks.
+
+    python -m benchmarks.serving --model llama3 --ckpt DIR [--only prefix users drafts waits]
+
+`prefix` times the first token of a prompt of 4,096 tokens that another prompt had and 64 of its
+own; with --against llama.cpp also there, which keeps the cache of its last prompt. `users` has 16
+conversations of 8 turns, on 4 slots. `drafts` decodes one text at a time, in turns with and without
+drafts. `waits` decodes three texts while a prompt of 8,192 tokens arrives. All are medians.
+"""
+
+import argparse
+import importlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.prompts import PROMPTS, SAMPLED
+from benchmarks.worker import prompt_ids
+from common.command.environment import configure_jax
+from common.serving.load import Model, load
+from common.serving.serve import cancel, is_busy, serve, step, submit
+from common.serving.session import Request, Session, Stats, start_session
+from common.text.tokenizer import encode_chat
+
+SHARED, OWN = 4096, 64
+USERS, TURNS, QUESTION, ANSWER = 16, 8, 48, 24
+NEW = 256
+
+
+def first_token(session: Session, prompt: list[int]) -> float:
+    """The seconds to the first token."""
+    began = time.perf_counter()
+    number = submit(session, Request(prompt, 2))
+    while not step(session):
+        pass
+    seconds = time.perf_counter() - began
+    cancel(session, number)
+    step(session)
+    return seconds
+
+
+def prefix(model: Model, args: argparse.Namespace) -> Iterator[str]:
+    """Rows of a table: the seconds to the first token, and how many tokens were not read."""
+    size, rng = model.config.vocab_size, np.random.default_rng(0)
+    shared, rows = prompt_ids(0, SHARED, size), dict[str, list[float]]()
+    session = start_session(model, 2, 2 * SHARED, keep=2, keep_host=1.0)
+    for i in range(args.rounds + 1):
+        own = [rng.integers(1, size, OWN).tolist() for _ in range(3)]
+        other = rng.integers(1, size, SHARED + OWN).tolist()
+        seconds = {"all is read": first_token(session, other)}
+        first_token(session, shared + own[0])
+        seconds["the beginning is in a slot"] = first_token(session, shared + own[1])
+        for _ in range(4):  # two slots and two kept ones are needed for something else
+            first_token(session, rng.integers(1, size, 600).tolist())
+        seconds["the beginning is in host memory"] = first_token(session, shared + own[2])
+        for what, value in seconds.items() if i else ():  # the first round compiles
+            rows.setdefault(what, []).append(value)
+    if args.against:
+        rows |= of_llama_cpp(args, shared, rng)
+    yield "| prompt of 4,160 tokens | first token after, s | of reading all |"
+    yield "|---|---|---|"
+    for what, values in rows.items():
+        whole = rows["llama.cpp, all is read" if "llama.cpp" in what else "all is read"]
+        yield f"| {what} | {median(values):.3f} | {median(values) / median(whole):.3f} |"
+
+
+def of_llama_cpp(args: argparse.Namespace, shared: list[int], rng: Any) -> dict[str, list[float]]:
+    """The same for llama.cpp, from a GGUF file of the checkpoint."""
+    from llama_cpp import Llama
+
+    llama = Llama(str(args.against), n_ctx=2 * SHARED, n_threads=2, verbose=False)
+    rows = dict[str, list[float]]()
+    for _ in range(args.rounds):
+        for what in ("llama.cpp, all is read", "llama.cpp, the beginning is in its cache"):
+            if what.endswith("read"):
+                llama.reset()
+            began = time.perf_counter()
+            next(llama.generate(shared + rng.integers(1, 40_000, OWN).tolist(), temp=0.0))
+            rows.setdefault(what, []).append(time.perf_counter() - began)
+    return rows
+
+
+def users(model: Model, args: argparse.Namespace) -> Iterator[str]:
+    """Rows of a table: conversations of 16 users, whose turns come in a random order."""
+    yield f"| {USERS} users, {TURNS} turns, 4 slots | prompt tokens read | of all | seconds |"
+    yield "|---|---|---|---|"
+    for what, options in {
+        "nothing kept": dict(keep=0),
+        "12 kept slots": dict(keep=12),
+        "host memory": dict(keep=0, keep_host=4.0),
+    }.items():
+        session = start_session(model, 4, 1024, reuse_multiple=1, **options)
+        for seed in (1, 2):  # the first time compiles
+            session.stats, began = Stats(), time.perf_counter()
+            converse(session, np.random.default_rng(seed))
+            seconds = time.perf_counter() - began
+        stats = session.stats
+        share = stats.prefill_tokens / (stats.prefill_tokens + stats.cached_tokens)
+        yield f"| {what} | {stats.prefill_tokens:,} | {share:.2f} | {seconds:.1f} |"
+
+
+def converse(session: Session, rng: Any) -> None:
+    """Each user asks again when the answer has come."""
+    size = session.model.config.vocab_size
+    system = rng.integers(1, size, QUESTION).tolist()
+    texts, turns = [list(system) for _ in range(USERS)], [0] * USERS
+    asking, waiting = dict[int, int](), list(range(USERS))
+    while waiting or is_busy(session):
+        while waiting and len(asking) < 8:
+            user = waiting.pop(int(rng.integers(len(waiting))))
+            texts[user] += rng.integers(1, size, QUESTION).tolist()
+            asking[submit(session, Request(list(texts[user]), ANSWER))] = user
+            turns[user] += 1
+        for event in step(session):
+            user = asking[event.request]
+            texts[user].append(event.token)
+            if event.finish:
+                del asking[event.request]
+                waiting += [user] if turns[user] < TURNS else []
+
+
+def drafts(model: Model, args: argparse.Namespace) -> Iterator[str]:
+    """Rows of a table: tokens per second with drafts, and how many times as many that is."""
+    half = model.config._replace(num_hidden_layers=model.config.num_hidden_layers // 4)
+    weights = model.weights._replace(layers=model.weights.layers[: half.num_hidden_layers])
+    sources: dict[str, Any] = {
+        "none": None,
+        "lookup": "lookup",
+        "auto": "auto",
+        "the first quarter of its layers": model._replace(config=half, weights=weights),
+    }
+    sessions = {name: start_session(model, 1, 2048, draft=x) for name, x in sources.items()}
+    yield "| prompt | drafts | tokens/s | of none | tokens a step |"
+    yield "|---|---|---|---|---|"
+    for what, prompt in PROMPTS.items():
+        speeds, per_step = {name: list[float]() for name in sources}, dict[str, float]()
+        ids = encode_chat(model.tokenizer, [dict(role="user", content=prompt)])
+        for i in range(args.rounds + 1):
+            request = Request(ids, NEW, temperature=1.0 if what in SAMPLED else 0.0, seed=i)
+            for name, session in sessions.items():
+                session.stats = Stats()
+                list(serve(session, [request]))
+                stats = session.stats
+                speeds[name] += [stats.decode_tokens / stats.decode_s] if i else []
+                per_step[name] = stats.decode_tokens / stats.decode_steps
+        for name, values in speeds.items():
+            gain = median(x / y for x, y in zip(values, speeds["none"], strict=True))
+            yield f"| {what} | {name} | {median(values):.1f} | {gain:.2f} | {per_step[name]:.2f} |"
+
+
+def waits(model: Model, args: argparse.Namespace) -> Iterator[str]:
+    """Rows of a table: the seconds between two tokens of a text that runs."""
+    size, capacity = model.config.vocab_size, model.config.max_position_embeddings
+    session, rows = start_session(model, 4, capacity), list[str]()
+    for arriving in (0, 512, capacity):
+        for turn in range(2):  # the first time compiles
+            prompts = [prompt_ids(10 * turn + i, 40, size) for i in range(3)]
+            first, *_ = [submit(session, Request(prompt, 60)) for prompt in prompts]
+            times = list[float]()
+            while is_busy(session):
+                events = [event for event in step(session) if event.request == first]
+                times += [time.perf_counter()] * len(events)
+                if arriving and len(times) == 10 and events:
+                    submit(session, Request(prompt_ids(5 + turn, arriving, size), 1))
+        gaps = np.diff(times)
+        rows.append(f"| {arriving:,} | {median(gaps):.3f} | {max(gaps):.3f} |")
+    yield "| tokens of the arriving prompt | seconds between two tokens, median | longest |"
+    yield "|---|---|---|"
+    yield from rows
+
+
+MEASURES = dict(prefix=prefix, users=users, drafts=drafts, waits=waits)
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    ap.add_argument("--model", default="llama3")
+    ap.add_argument("--ckpt", required=True)
+    ap.add_argument("--dtype", default="float32")
+    ap.add_argument("--rounds", type=int, default=3)
+    ap.add_argument("--against", type=Path, metavar="GGUF", help="llama.cpp's file of the model")
+    ap.add_argument("--only", nargs="+", choices=[*MEASURES], default=[*MEASURES])
+    args = ap.parse_args()
+    configure_jax({}, compile_cache=True, group=None)
+    model = load(importlib.import_module(f"{args.model}.model"), args.ckpt, dtype=args.dtype)
+    for name in args.only:
+        print("\n".join(MEASURES[name](model, args)), end="\n\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
