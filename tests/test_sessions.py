@@ -20,6 +20,7 @@ from common.serving.prefixes import Place, Prefixes, forget, hold, is_covered, l
 from common.serving.score import log_probabilities
 from common.serving.serve import cancel, is_busy, serve, step, submit
 from common.serving.session import Request, start_session
+from common.speculate import NO_TOKEN, lookup
 
 CHUNK, CAPACITY = 16, 64
 SAMPLED = dict(temperature=0.9, top_k=50, top_p=0.95)
@@ -198,6 +199,26 @@ def test_drafts_change_no_text(family, source):
         assert stats.drafts_right > 0.6 * stats.drafts  # a text ends in the middle of its drafts
 
 
+def looked_up(text, K):
+    """`lookup` for one text, token by token."""
+    for n in (3, 2):
+        for at in range(len(text) - 2, n - 2, -1):
+            if text[at - n + 1 : at + 1] == text[-n:]:
+                more = list(text)
+                for k in range(K):
+                    more.append(more[at + 1 + k])
+                return more[len(text) :]
+    return [NO_TOKEN] * K
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=14), min_size=1, max_size=4))
+def test_lookup_continues_as_the_text_did_when_its_newest_tokens_last_stood_there(texts):
+    size, K = 16, 5
+    text_BS = np.array([text + [1] * (size - len(text)) for text in texts])
+    got = lookup(text_BS, np.array([len(text) - 1 for text in texts]), K)
+    assert np.asarray(got).tolist() == [looked_up(text, K) for text in texts]
+
+
 @pytest.mark.parametrize("draft", [None, "lookup"])
 @pytest.mark.parametrize("family", ["llama3", pytest.param("deepseek_r1", marks=pytest.mark.full)])
 def test_scores_are_those_of_the_whole_text(family, draft):
@@ -279,7 +300,8 @@ def test_data_shards_take_turns():
 def test_a_request_that_is_given_up_frees_its_slot_before_the_next_step(monkeypatch):
     session = open_session("gpt2")
     log = recorded(session, monkeypatch)
-    numbers = [submit(session, Request(pool("gpt2")[i].prompt, 20)) for i in (1, 2)]
+    requests = [Request(pool("gpt2")[i].prompt, 20, temperature=0.5) for i in (1, 2)]
+    numbers = [submit(session, request) for request in requests]
     while len(session.running) < 2:
         step(session)
     step(session)
@@ -389,3 +411,27 @@ def test_ten_thousand_requests_leave_nothing_behind():
     assert abs(objects_ - objects) < 2000, counts
     s = session
     assert not (s.arrived or s.waiting or s.reading or s.read or s.running or s.ahead)
+
+
+def test_a_conversation_reads_what_is_new_and_every_text_is_the_one_it_has_alone():
+    """The reply is reused but for its newest token, which was never read."""
+    session = open_session("gpt2", reuse_multiple=1)
+    text, held = list(pool("gpt2")[3].prompt), 0
+    for turn in range(3):
+        before = session.stats.cached_tokens
+        reply = [event.token for event in serve(session, [Request(text, 5)])]
+        assert reply == [e.token for e in serve(open_session("gpt2"), [Request(text, 5)])]
+        assert session.stats.cached_tokens - before == held or not turn
+        held, text = len(text) + len(reply) - 1, [*text, *reply, 7, 8, 9]
+
+
+@pytest.mark.parametrize("options", [dict(keep=8), dict(keep=2, keep_host=6)], ids=str)
+def test_each_of_many_texts_is_found_where_it_is_kept(options):
+    """Twelve texts of 40 tokens, of which slots and kept places hold all, in whole chunks."""
+    session, rng = open_session("gpt2", **options), np.random.default_rng(4)
+    requests = [Request(rng.integers(1, 90, 40).tolist(), 3) for _ in range(12)]
+    want = [[e.token for e in serve(session, [request])] for request in requests]
+    for i in (3, 0, 7, 11, 5, 9, 1, 4):
+        before = session.stats.cached_tokens
+        assert [e.token for e in serve(session, [requests[i]])] == want[i]
+        assert session.stats.cached_tokens - before == 2 * CHUNK

@@ -198,15 +198,13 @@ def book(session: Session, behind: Ahead, began: float) -> list[Event]:
     with timed(stats, "prefill_s" if behind.mixed else "decode_s"):
         new = jax.tree.map(np.asarray, behind.new)
     seconds = time.perf_counter() - began
-    for slot, number in behind.owners.items():
-        if slot in running and running[slot].number == number:
-            work = running[slot]
-            events += add(session, work, new, slot)
-            if work.ended:
-                release(session, slot)
+    for slot in filter(running.get, behind.slots):
+        events += add(session, running[slot], new, slot)
+        if running[slot].ended:
+            release(session, slot)
     stats.decode_tokens += len(events)
     if session.gain is not None and events and not behind.mixed and not session.reading:
-        measure(session.gain, behind.drafted, seconds, len(events) / len(behind.owners))
+        measure(session.gain, behind.drafted, seconds, len(events) / len(behind.slots))
     return events
 
 

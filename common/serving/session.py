@@ -110,7 +110,7 @@ class Ahead(NamedTuple):
     """A decode step whose results are still to be fetched."""
 
     new: Any  # what `newest` returns
-    owners: dict[int, int]  # the number of the request in each slot
+    slots: list[int]  # that were running; none of them has got another request since
     drafted: bool
     mixed: bool  # whether a chunk of a prompt was dispatched before it
 
@@ -375,8 +375,7 @@ def generate(session: Session) -> Ahead:
         options |= dict(drafting=drafting)
     session.state = model.module.generate(model.weights, session.state, **options)
     session.stats.decode_steps += 1
-    owners = {slot: work.number for slot, work in session.running.items()}
-    return Ahead(newest(session.state), owners, drafting, bool(session.reading))
+    return Ahead(newest(session.state), [*session.running], drafting, bool(session.reading))
 
 
 def newest(state: Any) -> Any:
