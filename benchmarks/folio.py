@@ -69,7 +69,7 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
             seconds = time.perf_counter() - began
         filled = (PROMPT + 1.5 + steps / 2) / session.capacity
         share = experts_read(model.config, batch)
-        floor = step_bytes(model.weights, session.state.cache, filled, share)
+        floor = step_bytes(model.weights, session.states[0].cache, filled, share)
         return {"seconds": seconds, "bytes": floor, "tokens": tokens[0]}
 
     def products(rows: int, seed: int) -> dict[str, Any]:

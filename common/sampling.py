@@ -7,6 +7,7 @@ token. Both exchange a few numbers a slot.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -222,39 +223,21 @@ class Scores(NamedTuple):
 
 
 def scores(
-    logits_BTV: Array,
-    tokens_BT: Array,
-    wanted_B: Array,
-    n: int,
-    vocab_size: int,
-    axes: tuple[str, ...],
+    logits_BTV: Array, tokens_BT: Array, n: int, vocab_size: int, axes: tuple[str, ...]
 ) -> Scores:
-    """Scores tokens and the n likeliest ones, inside `shard_map`; computes nothing if no slot wants
-    it. Each device sends its own n candidates, and no logits."""
+    """Scores tokens and the n likeliest ones, inside `shard_map`. Each device sends its own n
+    candidates, and no logits."""
     V = logits_BTV.shape[-1]
-    first = lax.axis_index(axes) * V
-
-    def compute() -> Scores:
-        x_BTV = jnp.where(first + jnp.arange(V) < vocab_size, logits_BTV, -jnp.inf)
-        max_BT = lax.pmax(x_BTV.max(-1), axes)  # one per device -> replicated, here and below
-        sum_BT = lax.psum(jnp.exp(x_BTV - max_BT[..., None]).sum(-1), axes)
-        total_BT = max_BT + jnp.log(sum_BT)
-        local_BT = tokens_BT - first
-        own_BTX = jnp.take_along_axis(x_BTV, jnp.clip(local_BT, 0, V - 1)[..., None], axis=-1)
-        own_BT = jnp.where((local_BT >= 0) & (local_BT < V), own_BTX[..., 0], 0)
-        token_BT = lax.psum(own_BT, axes) - total_BT
-        top_BTX, at_BTX = lax.top_k(x_BTV, min(n, V))
-        # own candidates -> those of all devices
-        top_BTX, id_BTX = (
-            lax.all_gather(x, axes, axis=2, tiled=True) for x in (top_BTX, first + at_BTX)
-        )
-        top_BTX, order_BTX = lax.top_k(top_BTX, n)
-        id_BTX = jnp.take_along_axis(id_BTX, order_BTX, axis=-1)
-        top_BTX, id_BTX = lax.pmax((top_BTX, id_BTX), axes)  # equal: now `shard_map` knows it
-        return Scores(token_BT, id_BTX, top_BTX - total_BT[..., None])
-
-    def skip() -> Scores:
-        zero_BTX = tokens_BT[..., None] * jnp.zeros(n, jnp.int32)
-        return Scores(tokens_BT * 0.0, zero_BTX, zero_BTX * 0.0)
-
-    return lax.cond(jnp.any(wanted_B), compute, skip)
+    first, n = lax.axis_index(axes) * V, min(n, vocab_size)
+    x_BTV = jnp.where(first + jnp.arange(V) < vocab_size, logits_BTV, -jnp.inf)
+    max_BT = lax.pmax(x_BTV.max(-1), axes)  # one per device -> replicated, here and below
+    total_BT = jnp.log(lax.psum(jnp.exp(x_BTV - max_BT[..., None]).sum(-1), axes)) + max_BT
+    at_BT = tokens_BT - first
+    own_BT = jnp.take_along_axis(x_BTV, jnp.clip(at_BT, 0, V - 1)[..., None], axis=-1)[..., 0]
+    own_BT = lax.psum(jnp.where((at_BT >= 0) & (at_BT < V), own_BT, 0), axes)
+    top_BTX, at_BTX = lax.top_k(x_BTV, min(n, V))
+    gather = partial(lax.all_gather, axis_name=axes, axis=2, tiled=True)  # own -> all candidates
+    top_BTX, order_BTX = lax.top_k(gather(top_BTX), n)
+    id_BTX = jnp.take_along_axis(gather(first + at_BTX), order_BTX, axis=-1)
+    top_BTX, id_BTX = lax.pmax((top_BTX, id_BTX), axes)  # equal: now `shard_map` knows it
+    return Scores(own_BT - total_BT, id_BTX, top_BTX - total_BT[..., None])

@@ -88,24 +88,21 @@ def generate(
     weights: Any,
     state: Any,
     draft_BK: Array,
-    scored_B: Array | None = None,
     *,
     config: Any,
     mesh: Mesh,
     implementation: str = AUTO,
-    likeliest: int = 0,
-) -> tuple[Any, Array, Array, Scores | None]:
+    likeliest: int | None = None,
+) -> tuple[Any, Array, Scores | None]:
     """`model.generate` with K drafted tokens for each slot; K may be 0.
 
-    Returns the state, and what `verify` returns: the new tokens [B, K + 1], and how many of them
-    count [B], 0 in an empty slot. Then the scores of the new tokens and of the `likeliest` ones, if
-    scored_B says which slots want them. `state` is donated. Tokens past the capacity are not
-    cached, so the tokens after them are wrong: the caller must not take tokens beyond the capacity.
+    Returns the state, and the new tokens [B, K + 1]: those that count, then NO_TOKEN. With
+    `likeliest`, also their scores, and those of so many of the likeliest tokens. `state` is
+    donated. Tokens past the capacity are not cached, so the tokens after them are wrong: the caller
+    must not take tokens beyond the capacity.
     """
 
-    def run(
-        weights: Any, state: Any, draft_BK: Array, scored_B: Array | None
-    ) -> tuple[Any, Array, Array, Any]:
+    def run(weights: Any, state: Any, draft_BK: Array) -> tuple[Any, Array, Any]:
         tokens_BT = jnp.concatenate([state.token_B[:, None], draft_BK], axis=1)
         is_filled = state.length_B > 0
         end_B = jnp.where(is_filled, state.length_B + tokens_BT.shape[1], 0)
@@ -123,15 +120,15 @@ def generate(
             token_B=jnp.where(is_filled, newest_B, state.token_B),
         )
         scored = None
-        if scored_B is not None:
-            scored = scores(logits_BTV, new_BT, scored_B, likeliest, config.vocab_size, MODEL)
-        return state, new_BT, count_B, scored
+        if likeliest is not None:
+            scored = scores(logits_BTV, new_BT, likeliest, config.vocab_size, MODEL)
+        return state, counting(new_BT, count_B), scored
 
     specs = specs_like(weights, model.weight_layout(config))
     return jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(specs, model.STATE_SPEC, P(DATA), P(DATA)),
-        out_specs=(model.STATE_SPEC, P(DATA), P(DATA), P(DATA)),
+        in_specs=(specs, model.STATE_SPEC, P(DATA)),
+        out_specs=(model.STATE_SPEC, P(DATA), P(DATA)),
         check_vma=implementation in KERNEL_FREE,
-    )(weights, state, draft_BK, scored_B)
+    )(weights, state, draft_BK)

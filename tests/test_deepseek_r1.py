@@ -187,10 +187,10 @@ def test_draft_logits_equal_those_of_transformers(axes):
 PROMPTS = [list(range(3, 3 + n)) for n in (3, 17, 1, 30)]
 
 
-def texts(opened, requests, slots, capacity=96, **options):
+def texts(opened, requests, slots, capacity=96):
     session = start_session(opened, slots, capacity)
     out = [[] for _ in requests]
-    for event in serve(session, requests, **options):
+    for event in serve(session, requests):
         out[event.request].append(event.token)
     return out, session.stats
 
@@ -223,9 +223,10 @@ def test_text_with_drafts_ends_at_a_stop_token_and_at_the_end_of_the_cache():
     opened = drafting()
     plain = opened._replace(module=model, weights=mtp.without_mtp(opened.weights))
     whole, _ = texts(plain, [Request(PROMPTS[1], 30)], 1)
-    for options in (dict(stop_ids=whole[0][5:6]), dict(capacity=32)):
-        requests = [Request(PROMPTS[1], 30)]
-        assert texts(opened, requests, 1, **options)[0] == texts(plain, requests, 1, **options)[0]
+    for stop_ids, capacity in ((whole[0][5:6], 96), ((), 32)):
+        requests = [Request(PROMPTS[1], 30, stop_ids=stop_ids)]
+        got, want = (texts(x, requests, 1, capacity)[0] for x in (opened, plain))
+        assert got == want
 
 
 @full
@@ -264,7 +265,7 @@ def test_drafts_are_kept_up_to_the_first_that_is_wrong(K):
     prompt, new = PROMPTS[1], 16
     want = [event.token for event in serve(session, [Request(prompt, new)])]
     for wrong in (None, 0, K - 1):
-        state = start_session(opened, 1, 64).prompts
+        state = start_session(opened, 1, 64).prompts[0]
         tokens = np.array([prompt], np.int32)
         count = np.array([len(prompt)], np.int32)
         state = llama.prefill(opened.weights, state, tokens, count, **static)
@@ -273,11 +274,11 @@ def test_drafts_are_kept_up_to_the_first_that_is_wrong(K):
             draft = np.array([want[len(got) : len(got) + K]], np.int32)
             if wrong is not None:
                 draft[0, wrong] = (draft[0, wrong] + 1) % opened.config.vocab_size
-            state, new_BT, count_B, _ = speculate.generate(
-                llama, opened.weights, state, draft, **static
-            )
-            held = int(count_B[0])
-            assert held == (K + 1 if wrong is None else wrong + 1)
+            state, new_BT, _ = speculate.generate(llama, opened.weights, state, draft, **static)
+            held = K + 1 if wrong is None else wrong + 1
+            assert (np.asarray(new_BT[0]) != speculate.NO_TOKEN).tolist() == [
+                t < held for t in range(K + 1)
+            ]
             got += new_BT[0, :held].tolist()
             steps += 1
             assert int(state.length_B[0]) == len(prompt) + len(got) - 1
@@ -287,8 +288,8 @@ def test_drafts_are_kept_up_to_the_first_that_is_wrong(K):
 
 def test_an_empty_slot_stays_empty_whatever_is_drafted():
     opened = load_model(llama, mesh=make_mesh(), dtype="float32")
-    state = start_session(opened, 2, 32).state
-    state, _, count_B, _ = speculate.generate(
+    state = start_session(opened, 2, 32).states[0]
+    state, new_BT, _ = speculate.generate(
         llama,
         opened.weights,
         state,
@@ -296,7 +297,7 @@ def test_an_empty_slot_stays_empty_whatever_is_drafted():
         config=opened.config,
         mesh=opened.mesh,
     )
-    assert count_B.tolist() == [0, 0] and state.length_B.tolist() == [0, 0]
+    assert (np.asarray(new_BT) == speculate.NO_TOKEN).all() and state.length_B.tolist() == [0, 0]
 
 
 # ---- placement

@@ -10,8 +10,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from common.command import converse
 from common.command.arguments import parser
-from common.serving.session import Event
-from common.text.harmony import FINAL, Place, follow, speaks_harmony
+from common.serving.serve import end_of
+from common.serving.session import Event, Work
+from common.text.harmony import FINAL, Place, follow, speaks_harmony, start_speech
 from common.text.tokenizer import Tokenizer, encode
 
 SPECIAL = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
@@ -43,16 +44,22 @@ def options(*argv):
     return parser("gpt_oss").parse_args(argv)
 
 
-def events(tok, text, finish="stop"):
-    ids = encode(tok, text)
-    return [Event(0, t, finish if i == len(ids) - 1 else None) for i, t in enumerate(ids)]
+def events(tok, text, *argv):
+    """What a session says of a reply that has this text."""
+    ids, session = encode(tok, text), SimpleNamespace(model=SimpleNamespace(tokenizer=tok))
+    session.capacity = 1000
+    request = converse.make_request(options(*argv), tok, [0], 0)._replace(max_new_tokens=len(ids))
+    speech = start_speech(tok, [0], request.is_chat, request.stop)
+    work = Work(0, request, [0], speech)
+    for token in ids:
+        work.tokens.append(token)
+        yield end_of(session, work, Event(0, token))
 
 
-def reply_to(tok, text, *argv, finish="stop"):
-    args = options(*argv)
-    reply, shown = converse.start_reply(tok, args), ""
-    for event in events(tok, text, finish):
-        reply, more = converse.extend(tok, reply, event, 0.0, args)
+def reply_to(tok, text, *argv):
+    reply, shown = converse.Reply([], [], []), ""
+    for event in events(tok, text, *argv):
+        reply, more = converse.extend(reply, event, 0.0, options(*argv), tok)
         shown += more
     assert shown == "".join(reply.text)
     return reply
@@ -82,6 +89,11 @@ def test_a_message_without_a_channel_is_final(tok):
     assert "".join(reply_to(tok, "<|message|>Yes<|return|>").text) == "Yes"
 
 
+def test_a_stop_text_ends_the_answer_and_not_the_analysis_before_it(tok):
+    reply = reply_to(tok, THOUGHT + ANSWER, "--show-analysis", "--stop", "um", "--stop", "re")
+    assert "".join(reply.text) == "A sum, naïve.\n\nPè" and reply.finish == "stop"
+
+
 def test_raw_prompts_and_other_tokenizers_show_everything(tok):
     text = THOUGHT + ANSWER
     words = "analysisA sum, naïve.assistantfinalPère: 4"
@@ -93,19 +105,19 @@ def test_raw_prompts_and_other_tokenizers_show_everything(tok):
 
 
 def test_an_answer_that_did_not_begin_is_reported(tok, capsys):
-    converse.note_end(reply_to(tok, THOUGHT, finish="length"), 1)
+    converse.note_end(reply_to(tok, THOUGHT), 1)
     assert "--max-new-tokens" in capsys.readouterr().err
-    converse.note_end(reply_to(tok, THOUGHT + ANSWER, finish="length"), 1)
-    converse.note_end(reply_to(tok, THOUGHT, "--raw", finish="length"), 1)
+    converse.note_end(reply_to(tok, THOUGHT + ANSWER[:-10]), 1)
+    converse.note_end(reply_to(tok, THOUGHT, "--raw"), 1)
     assert not capsys.readouterr().err
 
 
 def test_a_conversation_remembers_answers_alone(tok, monkeypatch):
     prompts, written = [], []
 
-    def scripted(engine, requests, *_, **__):
+    def scripted(session, requests):
         prompts.append(tok.backend.decode(requests[0].prompt, skip_special_tokens=False))
-        yield from events(tok, THOUGHT + ANSWER)
+        yield from events(tok, THOUGHT + ANSWER, "--chat")
 
     monkeypatch.setattr(converse, "serve", scripted)
     monkeypatch.setattr("sys.stdin", io.StringIO("2 + 2?\nSure?\n"))

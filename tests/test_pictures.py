@@ -43,8 +43,13 @@ def test_every_file_is_drawn_by_the_script():
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_a_picture_is_in_the_readme_that_it_belongs_to(name):
-    folder = ROOT / {"kernels": "common/kernels", "house": "."}.get(name, name)
-    shown = re.findall(r"!\[([^\]\n]+)\]\(([^)]+)\)", (folder / "README.md").read_text())
+    pages = {
+        "kernels": "common/kernels/README.md",
+        "house": "README.md",
+        "serving": "docs/serving.md",
+    }
+    page = ROOT / pages.get(name, f"{name}/README.md")
+    folder, shown = page.parent, re.findall(r"!\[([^\]\n]+)\]\(([^)]+)\)", page.read_text())
     texts = {(folder / target).resolve(): alt for alt, target in shown}
     assert len(texts[pictures.FOLDER / f"{name}.svg"]) > 20
 

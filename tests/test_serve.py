@@ -36,10 +36,10 @@ def another(session):
     return start_session(session.model, session.slots, session.capacity)
 
 
-def answers(session, requests, stop_ids=(), **kwargs):
+def answers(session, requests):
     """Returns the tokens and the finish reason of every request."""
     tokens, finish = [[] for _ in requests], [None] * len(requests)
-    for event in serve(session, requests, stop_ids, **kwargs):
+    for event in serve(session, requests):
         assert finish[event.request] is None, "a token after the last one"
         tokens[event.request].append(event.token)
         finish[event.request] = event.finish
@@ -151,12 +151,12 @@ def test_the_first_token_does_not_wait_for_the_slot(another, monkeypatch):
 def test_a_stop_id_ends_a_request_and_frees_its_slot(session):
     plain, _ = answers(session, [Request(p, 12) for p in PROMPTS])
     stop = plain[1][4]
-    tokens, finish = answers(session, [Request(p, 12) for p in PROMPTS], stop_ids={stop})
+    tokens, finish = answers(session, [Request(p, 12, stop_ids={stop}) for p in PROMPTS])
     for got, full, reason in zip(tokens, plain, finish, strict=True):
         cut = full.index(stop) + 1 if stop in full else 12
         assert got == full[:cut]
         assert reason == ("stop" if stop in full else "length")
-    assert not np.asarray(session.state.length_B).any()
+    assert not np.asarray(session.states[0].length_B).any()
 
 
 def without_numbers(model_):
@@ -175,13 +175,13 @@ def test_logits_that_become_no_numbers_end_a_request_after_what_it_has(session, 
     expected, _ = answers(session, [Request(p, 6) for p in PROMPTS[:2]])
     events = serve(another, [Request(p, 6) for p in PROMPTS[:2]])
     got = [next(events) for _ in range(4)]
-    another.model = without_numbers(another.model)
+    another.models = [without_numbers(another.model)]
     got += list(events)
     for i, want in enumerate(expected):
         *mine, last = (event for event in got if event.request == i)
         assert (last.token, last.finish) == (-1, "invalid")
         assert 2 <= len(mine) < 6 and [event.token for event in mine] == want[: len(mine)]
-    assert not np.asarray(another.state.length_B).any()
+    assert not np.asarray(another.states[0].length_B).any()
 
 
 def test_of_drafts_an_invalid_token_is_told_from_one_that_is_not_there():
@@ -203,7 +203,7 @@ def test_a_reader_who_stops_early_leaves_the_session_usable(session, another):
     for _ in range(9):
         next(events)
     events.close()
-    assert step(another) == [] and not np.asarray(another.state.length_B).any()
+    assert step(another) == [] and not np.asarray(another.states[0].length_B).any()
     requests = [Request(p, 6) for p in PROMPTS]
     assert answers(another, requests) == answers(session, requests)
 

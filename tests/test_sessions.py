@@ -59,7 +59,7 @@ def model_of(family):
 def slot_bytes(family):
     """What a full slot takes."""
     session = open_session(family)
-    return sum(x.nbytes for x in jax.tree.leaves(session.state.cache)) // session.slots
+    return sum(x.nbytes for x in jax.tree.leaves(session.states[0].cache)) // session.slots
 
 
 def open_session(family, **options):
@@ -126,7 +126,7 @@ class Run:
                 assert tokens == want[: len(tokens)]
             else:
                 assert (tokens, finish) == (want, "length")
-        assert not np.asarray(self.session.state.length_B).any()
+        assert not np.asarray(self.session.states[0].length_B).any()
 
 
 ACTIONS = st.lists(
@@ -223,7 +223,7 @@ def test_lookup_continues_as_the_text_did_when_its_newest_tokens_last_stood_ther
 @pytest.mark.parametrize("family", ["llama3", pytest.param("deepseek_r1", marks=pytest.mark.full)])
 def test_scores_are_those_of_the_whole_text(family, draft):
     """Of the tokens taken, of the likeliest, and of the prompt."""
-    options = dict(reuse_multiple=CHUNK, logprobs=5, draft=draft, draft_tokens=2)
+    options = dict(reuse_multiple=CHUNK, draft=draft, draft_tokens=2)
     session = start_session(model_of(family), 4, CAPACITY, "float32", **options)
     prompt = pool(family)[4].prompt
     events = list(serve(session, [Request(prompt, 12, logprobs=3, echo=True)]))
@@ -312,13 +312,13 @@ def test_a_request_that_is_given_up_frees_its_slot_before_the_next_step(monkeypa
     cancel(session, numbers[1])
     cancel(session, 12345)  # nobody has this number
     assert step(session) == [] and not is_busy(session)
-    np.testing.assert_array_equal(session.state.sampling.temperature_B, 0)
+    np.testing.assert_array_equal(session.states[0].sampling.temperature_B, 0)
 
 
-def test_log_probabilities_that_the_session_does_not_give_are_refused():
-    for most, wanted in ((None, 0), (3, 4), (3, -1)):
-        with pytest.raises(ValueError, match=f"logprobs={wanted}, but this session gives"):
-            submit(open_session("gpt2", logprobs=most), Request([1], 1, logprobs=wanted))
+@pytest.mark.parametrize("wanted", [-1, 21])
+def test_more_log_probabilities_than_are_computed_are_refused(wanted):
+    with pytest.raises(ValueError, match=rf"logprobs must be in \[0, 20\], got {wanted}"):
+        submit(open_session("gpt2"), Request([1], 1, logprobs=wanted))
 
 
 # ---- beginnings that are held
@@ -344,7 +344,7 @@ def test_the_longest_beginning_is_found(changes, wanted):
     assert not length or texts[place][:length] == wanted[:length]
     for place in list(texts):
         forget(index, place)
-    assert not index.texts and not index.root.after
+    assert not index.texts and not index.holders
 
 
 def test_the_least_missed_place_is_empty_or_held_twice_or_used_least_recently():
@@ -410,7 +410,7 @@ def test_ten_thousand_requests_leave_nothing_behind():
     assert (arrays, size) == (arrays_, size_) and nodes == nodes_
     assert abs(objects_ - objects) < 2000, counts
     s = session
-    assert not (s.arrived or s.waiting or s.reading or s.read or s.running or s.ahead)
+    assert not (s.arrived or s.works or s.waiting or s.reading or s.read or s.running or s.ahead)
 
 
 def test_a_conversation_reads_what_is_new_and_every_text_is_the_one_it_has_alone():

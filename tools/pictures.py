@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from common.cache import empty_latent
+from common.cache import COPY_BLOCK, empty_latent
 from common.experts import group_by_expert
 from common.kernels.decode_attention import FEW_QUERIES
 from common.kernels.decode_attention_tpu import list_blocks
@@ -28,6 +28,8 @@ from common.kernels.reference import attention_reference
 from common.kernels.softmax import NEG_INF, online_softmax
 from common.kernels.visible import first_seen
 from common.quant import MXFP4_GROUP, Mxfp4, dequantize_mxfp4, e2m1
+from common.serving.prefixes import HOST, KEPT, SLOT, Place, Prefixes, hold, least_missed, longest
+from common.serving.session import PROMPT_CHUNK, buckets
 from common.sharding import P, Shards, make_mesh
 from common.weights import by_path
 
@@ -531,6 +533,57 @@ def kernel_blocks() -> Picture:
     return Picture(f"Ragged slots: capacity {S:,}, and what attention reads of it", 478, shapes)
 
 
+def serving_slots() -> Picture:
+    texts = {Place(SLOT, 0): 1700, Place(SLOT, 1): 600, Place(SLOT, 2): 1100, Place(SLOT, 3): 900,
+             Place(KEPT, 0): 1500, Place(KEPT, 1): 700, Place(HOST, 0): 1900}
+    index, capacity, scale = Prefixes(), 2048, 250 / 2048
+    for place, n in texts.items():
+        hold(index, place, [100 * place.number + len(place.tier)] * n)
+    hold(index, Place(SLOT, 2), [*range(1100)])
+    prompt = [*range(1060), *range(5000, 5140)]
+    source, shared = longest(index, prompt[:-1])
+    start = shared // PROMPT_CHUNK * PROMPT_CHUNK
+    left = len(prompt) - start
+    running = {Place(SLOT, 0), Place(SLOT, 2)}
+    free = [place for place in texts if place.tier == SLOT and place not in running]
+    target = least_missed(index, free)
+    kept = least_missed(index, [place for place in texts if place.tier == KEPT])
+    rows = {SLOT: 150, KEPT: 330, HOST: 425}
+    ys = {place: rows[place.tier] + 36 * place.number for place in texts}
+    x, held = 480, "held for prompts that begin alike"
+
+    def bar(place: Place) -> list[str]:
+        words = "decodes" if place in running else held if place.tier == SLOT else ""
+        filled, kind = len(index.texts[place].tokens), "green" if place in running else "plain"
+        label = f"{place.tier} {place.number}: {filled:,}  {words}"
+        return [box(x, ys[place], capacity * scale, 26, kind="empty"),
+                box(x, ys[place], filled * scale, 26, "", kind),
+                text(x + 8, ys[place] + 13, label, "left")]
+
+    shapes = [
+        text(20, 56, f"a new prompt: {len(prompt):,} tokens, {shared:,} are held", "left"),
+        box(20, 74, start * scale, 44, f"{start:,}\ncopied", "blue"),
+        box(20 + start * scale, 74, left * scale + 30, 44, f"{left}\nread", "yellow"),
+        text(20, 140, "where prompts are read:", "left faint"),
+        text(20, 158, f"whole chunks of {PROMPT_CHUNK} are copied,", "left faint"),
+        text(20, 176, f"in {start // COPY_BLOCK} blocks of {COPY_BLOCK} positions;", "left faint"),
+        text(20, 194, f"{left} tokens are read, padded to {buckets(left)[0]}", "left faint"),
+        *(shape for place in texts for shape in bar(place)),
+        text(x, 132, "slots, which decode together", "left faint"),
+        text(x, 312, "kept slots (--keep)", "left faint"),
+        text(x, 407, "host memory (--keep-host)", "left faint"),
+        arrow((x, ys[source] + 13), (330, ys[source] + 13), (330, 112), (250, 112)),
+        text(335, ys[source] - 4, f"{start:,} positions", "left faint"),
+        arrow((250, 84), (440, 84), (440, ys[target] + 8), (x, ys[target] + 8)),
+        text(260, 70, "insert, when all is read", "left faint"),
+        arrow((x + 250, ys[target] + 18), (x + 300, ys[target] + 18), (x + 300, ys[kept] + 8),
+              (x + 250, ys[kept] + 8)),
+        text(x + 310, (ys[target] + ys[kept]) / 2, "what it\nheld", "left faint"),
+        arrow((x + 250, ys[kept] + 18), (x + 300, ys[kept] + 18), (x + 300, 438), (x + 250, 438)),
+    ]
+    return Picture("A new prompt starts from the longest beginning that is held", 480, shapes)
+
+
 def the_house() -> Picture:
     """The folders of common/, from the imports of their files. The lowest two floors are one folder
     each with kernels between them, because kernels import how a matrix is stored."""
@@ -604,6 +657,7 @@ PICTURES = {
     "deepseek_r1": deepseek_attention,
     "kimi_k2": kimi_router,
     "kernels": kernel_blocks,
+    "serving": serving_slots,
 }
 
 if __name__ == "__main__":

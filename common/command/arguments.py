@@ -198,15 +198,15 @@ def parser(name: str) -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="further slots, which keep texts that have ended for prompts that begin alike "
-        "(default: 0)",
+        help="the memory of N further slots keeps texts that have ended, for prompts that begin "
+        "alike (default: 0)",
     )
     run.add_argument(
         "--keep-host",
         type=float,
         default=0.0,
         metavar="GB",
-        help="host memory for the texts that the kept slots have no room for (default: 0)",
+        help="host memory for texts that have no room there (default: 0)",
     )
     run.add_argument(
         "--draft",

@@ -118,9 +118,8 @@ def sizes_for(model: Model, args: argparse.Namespace, need: int, prompts: int) -
     slots = round_up(min(prompts, 8), rows) if args.slots is None else args.slots
     if slots < 1:
         raise ValueError(f"--slots {slots}: must be at least 1")
-    for name, count in (("slots", slots), ("keep", args.keep)):
-        if count % rows:
-            raise ValueError(f"--{name} {count} cannot be split evenly over data={rows}")
+    if slots % rows:
+        raise ValueError(f"--slots {slots} cannot be split evenly over data={rows}")
     return Sizes(slots, args.max_len or capacity_for(need, limit))
 
 
@@ -168,7 +167,7 @@ def summary(session: Session, load_s: float) -> str:
         bandwidth = read_bandwidth() * parallel_readers(model.mesh)
         steps = max(s.decode_steps, 1)
         share = experts_read(model.config, s.decode_tokens / steps)
-        read = step_bytes(model.weights, session.state.cache, s.filled / steps, share)
+        read = step_bytes(model.weights, session.states[0].cache, s.filled / steps, share)
         if s.drafts:
             parts.append(f"{100 * s.drafts_right / s.drafts:.0f}% of {s.drafts} drafts were right")
         reached = read * s.decode_steps / s.decode_s

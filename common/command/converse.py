@@ -10,22 +10,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from common.serving.load import Model
-from common.serving.serve import cancel, is_busy, step, submit
+from common.serving.serve import serve
 from common.serving.session import Event, Request, Session
-from common.text.harmony import ANALYSIS, FINAL, Place, follow, speaks_harmony
-from common.text.tokenizer import (
-    Stream,
-    Tokenizer,
-    encode,
-    encode_chat,
-    stream_flush,
-    stream_push,
-    stream_start,
-)
+from common.text.harmony import ANALYSIS, FINAL
+from common.text.tokenizer import Tokenizer, encode, encode_chat
 
 Write = Callable[[str], None]
 WAIT_S = 3.0  # seconds of waiting for standard input before a note says so
@@ -95,9 +87,11 @@ def messages(args: argparse.Namespace, turns: Sequence[tuple[str, str]]) -> list
 def make_request(
     args: argparse.Namespace, tok: Tokenizer | None, ids: Sequence[int], index: int
 ) -> Request:
-    stop_ids = tok.stop_ids if tok else ()
     knobs = (args.temperature, args.top_k, args.top_p, args.min_p, (args.seed + index) % 2**32)
-    return Request(ids, args.max_new_tokens, *knobs, stop_ids)
+    if tok is None:
+        return Request(ids, args.max_new_tokens, *knobs)
+    is_chat = tok.chat_template is not None and not args.raw
+    return Request(ids, args.max_new_tokens, *knobs, tok.stop_ids, args.stop, is_chat)
 
 
 class Reply(NamedTuple):
@@ -106,53 +100,28 @@ class Reply(NamedTuple):
     tokens: list[int]
     text: list[str]  # all that is shown
     answer: list[str]  # the text without the analysis before it
-    stream: Stream | None  # None without a tokenizer
     finish: str | None = None
     seconds: float = 0.0  # from the start of the run to its newest token
-    place: Place | None = None  # None if the reply has no channels
-    shown: str | None = None  # the channel of the newest text
-
-
-def start_reply(
-    tok: Tokenizer | None, args: argparse.Namespace, context: Sequence[int] = ()
-) -> Reply:
-    """Returns an empty reply. If its text continues the prompt, `context` is the prompt."""
-    if tok is None:
-        return Reply([], [], [], None)
-    chat = tok.chat_template is not None and not args.raw
-    place = Place() if chat and speaks_harmony(tok) else None
-    return Reply([], [], [], stream_start(tok, context, stop=args.stop), place=place)
+    channel: str = FINAL  # of the newest token
+    shown: str | None = None  # of the newest text
 
 
 def extend(
-    tok: Tokenizer | None, reply: Reply, event: Event, seconds: float, args: argparse.Namespace
+    reply: Reply, event: Event, seconds: float, args: argparse.Namespace, tok: Tokenizer | None
 ) -> tuple[Reply, str]:
-    """Adds a token to a reply; returns the reply, and the text to show for the token. The reply may
-    be finished by a text of --stop, and its request is not."""
-    stream, place, text = reply.stream, reply.place, ""
-    channel: str | None = FINAL if place is None else place.channel
-    if event.finish == "invalid":  # this event has no token
-        text = stream_flush(tok, stream) if tok and stream else ""
-    elif tok is None or stream is None:
-        text = f"{event.token} "
-    else:
-        if event.token not in tok.stop_ids:
-            if place is not None:
-                place, channel = follow(tok, place, event.token)
-            if channel == FINAL or (channel == ANALYSIS and args.show_analysis):
-                stream, text = stream_push(tok, stream, event.token)
-        if event.finish:
-            text += stream_flush(tok, stream)
-    shown = channel if text else reply.shown
-    if channel == FINAL:
+    """Adds a token to a reply; returns the reply, and the text to show for the token."""
+    text = event.text if tok else f"{event.token} " if event.finish != "invalid" else ""
+    if event.channel == FINAL:
         reply.answer.append(text)
+    elif not (event.channel == ANALYSIS and args.show_analysis):
+        text = ""
+    shown = event.channel if text else reply.shown
     if reply.shown not in (None, shown):
         text = f"\n\n{text}"
     if event.finish != "invalid":
         reply.tokens.append(event.token)
     reply.text.append(text)
-    finish = "stop" if stream is not None and stream.stopped else event.finish
-    new: Any = dict(stream=stream, finish=finish, seconds=seconds, place=place, shown=shown)
+    new: Any = dict(finish=event.finish, seconds=seconds, channel=event.channel, shown=shown)
     return reply._replace(**new), text
 
 
@@ -162,7 +131,7 @@ def note_end(reply: Reply, max_new_tokens: int) -> None:
         sys.stderr.write("[the reply ends here: the model's logits are NaN or infinite]\n")
     if reply.finish == "length" and len(reply.tokens) < max_new_tokens:
         sys.stderr.write("[the reply ends here: its slot is full (see --max-len)]\n")
-    if reply.place is not None and reply.finish == "length" and not any(reply.answer):
+    if reply.finish == "length" and reply.channel != FINAL:
         sys.stderr.write("[no answer: the analysis before it took all of --max-new-tokens]\n")
 
 
@@ -216,37 +185,15 @@ def note_progress(replies: Sequence[Reply], told: float) -> float:
     return now
 
 
-def events_of(
-    session: Session, requests: Sequence[Request], replies: list[Reply]
-) -> Generator[Event, None, None]:
-    """Yields the tokens of requests as they are made, each with an index into `requests`. Gives up
-    a request when its reply is finished, and all of them when the caller stops."""
-    numbers = {submit(session, request): i for i, request in enumerate(requests)}
-    try:
-        while is_busy(session):
-            for event in step(session):
-                i = numbers[event.request]
-                if replies[i].finish is None:
-                    yield event._replace(request=i)
-                if replies[i].finish is not None and event.finish is None:
-                    cancel(session, event.request)
-    finally:
-        for number in numbers:
-            cancel(session, number)
-
-
 def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: Write) -> bool:
     """Answers all prompts, and writes the answers in their order. Returns True if interrupted."""
-    tok, requests = session.model.tokenizer, job.requests
-    raw = tok is not None and (args.raw or tok.chat_template is None)
-    replies = [start_reply(tok, args, r.prompt if raw else ()) for r in requests]
+    tok, replies = session.model.tokenizer, [Reply([], [], []) for _ in job.requests]
     shown, began = 0, time.perf_counter()
-    told = began
-    events = events_of(session, requests, replies)
+    told, events = began, serve(session, job.requests)
     with interruptible() as pressed, contextlib.closing(events):
         for event in events:
             i, seconds = event.request, time.perf_counter() - began
-            replies[i], text = extend(tok, replies[i], event, seconds, args)
+            replies[i], text = extend(replies[i], event, seconds, args, tok)
             if i == shown and not args.json:
                 write(text)
             while shown < len(replies) and replies[shown].finish:
@@ -287,16 +234,16 @@ def converse(session: Session, args: argparse.Namespace, job: Job, write: Write)
         if len(ids) > session.capacity:
             have = f"the conversation has {len(ids)} tokens"
             raise ValueError(f"{have}, more than the cache's {session.capacity} (see --max-len)")
-        replies, request = [start_reply(tok, args)], make_request(args, tok, ids, len(turns) // 2)
-        events = events_of(session, [request], replies)
+        reply, request = Reply([], [], []), make_request(args, tok, ids, len(turns) // 2)
+        events = serve(session, [request])
         with interruptible() as pressed, contextlib.closing(events):
             for event in events:
-                replies[0], text = extend(tok, replies[0], event, 0.0, args)
+                reply, text = extend(reply, event, 0.0, args, tok)
                 write(text)
                 if pressed:
                     break
         write("\n")
-        note_end(replies[0], args.max_new_tokens)
-        turns.append(("assistant", "".join(replies[0].answer)))
+        note_end(reply, args.max_new_tokens)
+        turns.append(("assistant", "".join(reply.answer)))
         if signal.SIGTERM in pressed:
             return True

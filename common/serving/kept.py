@@ -1,12 +1,12 @@
 """Moves what is held of texts: into the place where a prompt is read, from there into a slot, and
 from a slot that is needed into a kept slot or into host memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from common.cache import COPY_BLOCK, copy_prefixes, slot_beginnings
 from common.sampling import INVALID
@@ -23,7 +23,10 @@ from common.serving.prefixes import (
     longest,
     use,
 )
-from common.serving.session import Session, Work, describe_prompts, per_shard
+from common.serving.session import Session, Work, describe_prompts, insert, per_shard
+
+AFTER = {SLOT: (KEPT, HOST), KEPT: (HOST,), HOST: ()}  # tiers
+MEMORY = {KEPT: "device", HOST: "pinned_host"}
 
 
 def find_beginning(session: Session, row: int, work: Work) -> tuple[Place, int]:
@@ -40,7 +43,7 @@ def begin(session: Session, row: int, work: Work, place: Place, length: int) -> 
     """Makes a request the one whose prompt is read on a data shard. It starts from the first
     `length` tokens that a place of that shard holds."""
     if length:
-        copy(session, row, place, READING, length)
+        copy(session, row, place, length)
         use(session.prefixes[row], place)
     work.cached, session.reading[row] = length, work
     session.stats.cached_tokens += length
@@ -51,7 +54,9 @@ def begin(session: Session, row: int, work: Work, place: Place, length: int) -> 
 def settle(session: Session) -> None:
     """Moves the prompts that were read into slots that do not run. This comes a step after their
     first tokens, so those need not wait for the copy."""
-    slot_B = [-1] * session.rows
+    if not session.read:
+        return
+    slots = dict[int, int]()
     for row, work in session.read.items():
         prefixes, first = session.prefixes[row], row * session.per_row
         tokens = work.request.prompt
@@ -62,21 +67,14 @@ def settle(session: Session) -> None:
         empty(session, row, place)
         forget(prefixes, READING)
         hold(prefixes, place, tokens)
-        slot_B[row] = place.number
-        session.running[first + place.number] = work
-        if work.ended:
-            release(session, first + place.number)
-    if session.read:
-        session.read = {}
-        session.state = session.model.module.insert(
-            session.state, session.prompts, np.array(slot_B, np.int32), mesh=session.model.mesh
-        )
+        slots[row] = first + place.number
+    insert(session, slots)
 
 
 def release(session: Session, slot: int) -> None:
     """Frees the slot of a request that has ended, or was given up. Its text stays until the slot is
     needed; the newest token is not in the cache."""
-    work, session.freed = session.running.pop(slot), True
+    work = session.running.pop(slot)
     prefixes, place = session.prefixes[slot // session.per_row], Place(SLOT, slot % session.per_row)
     if work.tokens[-1] == INVALID:
         forget(prefixes, place)
@@ -86,99 +84,92 @@ def release(session: Session, slot: int) -> None:
         use(prefixes, place)
 
 
+def copy(session: Session, row: int, place: Place, length: int) -> None:
+    """Copies the first `length` positions of a place to where prompts are read."""
+    held, number = tuple(state.cache for state in session.states), place.number
+    if place.tier != SLOT:
+        held, number = jax.tree.map(whole, session.stored[row][place]), 0
+    prompts = tuple(state.cache for state in session.prompts)
+    at = (only(session, row, n) for n in (number, 0, length))
+    copied = copy_prefixes(prompts, held, *at, **session.placement)
+    pairs = zip(session.prompts, copied, strict=True)
+    session.prompts = [state._replace(cache=cache) for state, cache in pairs]
+
+
 def only(session: Session, row: int, value: int) -> jax.Array:
     return per_shard(session, [value if r == row else 0 for r in range(session.rows)])
 
 
-def copy(session: Session, row: int, source: Place, to: Place, length: int) -> None:
-    """Copies the first `length` positions of a place to where prompts are read, or into a kept
-    slot."""
-    if source.tier == HOST:
-        held = jax.tree.map(to_device, session.stored[row][source])
-    else:
-        held = session.state.cache if source.tier == SLOT else session.kept
-    copied = copy_prefixes(
-        session.kept if to.tier == KEPT else session.prompts.cache,
-        held,
-        only(session, row, 0 if source.tier == HOST else source.number),
-        only(session, row, to.number),
-        only(session, row, length),
-        spec=session.model.module.STATE_SPEC.cache,
-        mesh=session.model.mesh,
-    )
-    if to.tier == KEPT:
-        session.kept = copied
-    else:
-        session.prompts = session.prompts._replace(cache=copied)
-
-
-def empty(session: Session, row: int, place: Place) -> None:
-    """Makes room in a place. If no other place holds its text, that moves to the next tier."""
-    prefixes = session.prefixes[row]
-    if place in prefixes.texts and place.tier != HOST and not is_covered(prefixes, place):
-        text = prefixes.texts[place]
-        if place.tier == SLOT and session.keep:
-            kept = least_missed(prefixes, [Place(KEPT, n) for n in range(session.keep)])
-            empty(session, row, kept)
-            copy(session, row, place, kept, len(text.tokens))
-            hold(prefixes, kept, *text)
-        elif session.host_bytes:
-            store(session, row, place)
-    forget(prefixes, place)
-    session.stored[row].pop(place, None)
-
-
-# ---- host memory
+# ---- texts without a slot
 
 
 @dataclass(frozen=True)
-class HostArray:
-    """The part of an array that belongs to one data shard, in host memory. Each process has what
-    its own devices held."""
+class Part:
+    """The part of an array that belongs to one data shard. It is in the memory of the devices, or
+    of their hosts. Each process has what its own devices hold."""
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: jax.sharding.Sharding
-    parts: dict[str, np.ndarray]  # by the indices of a device's part
-    nbytes: int
+    like: jax.ShapeDtypeStruct  # the whole array
+    parts: dict[jax.Device, jax.Array]
+    nbytes: int  # over all processes, so that all decide alike
 
 
-def to_host(row: int, rows: int, x: jax.Array) -> HostArray:
+def part_of(x: jax.Array, row: int, rows: int) -> Part:
     mine = (s for s in x.addressable_shards if (s.index[0].start or 0) == row)
-    parts = {str(s.index): np.asarray(s.data) for s in mine}
-    return HostArray(x.shape, x.dtype, x.sharding, parts, x.nbytes // rows)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return Part(like, {s.device: s.data for s in mine}, x.nbytes // rows)
 
 
-def to_device(x: HostArray) -> jax.Array:
+def moved(x: Part, memory: str) -> Part:
+    """Starts a copy to "device" memory or to that of the host, and does not wait for it."""
+    to = {device: part.sharding.with_memory_kind(memory) for device, part in x.parts.items()}
+    return replace(x, parts={d: jax.device_put(part, to[d]) for d, part in x.parts.items()})
+
+
+def whole(x: Part) -> jax.Array:
     """The array again, with zeros for the other data shards."""
-    zeros = partial(np.zeros, x.sharding.shard_shape(x.shape), x.dtype)
-    return jax.make_array_from_callback(
-        x.shape, x.sharding, lambda index: x.parts[str(index)] if str(index) in x.parts else zeros()
-    )
+    shape, sharding, parts = x.like.shape, x.like.sharding, moved(x, "device").parts
+    zeros = partial(jnp.zeros, sharding.shard_shape(shape), x.like.dtype)
+    here = [parts[d] if d in parts else zeros(device=d) for d in sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, here)
 
 
 def size_of(stored: Any) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(stored))
 
 
-def store(session: Session, row: int, place: Place) -> None:
-    """Copies the text of a place into host memory, in place of those that are missed least. Their
-    bytes are counted over all processes, so that all decide alike."""
-    prefixes, stored, spec = (
-        session.prefixes[row],
-        session.stored[row],
-        session.model.module.STATE_SPEC.cache,
-    )
-    text = prefixes.texts[place]
-    size = min(session.capacity, max(COPY_BLOCK, 1 << (len(text.tokens) - 1).bit_length()))
-    cache = session.state.cache if place.tier == SLOT else session.kept
-    held = slot_beginnings(
-        cache, only(session, row, place.number), size=size, spec=spec, mesh=session.model.mesh
-    )
-    new = jax.tree.map(partial(to_host, row, session.rows), held)
-    if size_of(new) <= session.host_bytes:
-        while size_of(stored) + size_of(new) > session.host_bytes:
-            empty(session, row, least_missed(prefixes, stored))
-        to = Place(HOST, prefixes.time)
-        stored[to] = new
-        hold(prefixes, to, *text)
+def take(session: Session, row: int, slot: int, length: int) -> Any:
+    """A copy of what a slot holds, up to the next power of two."""
+    size = min(session.capacity, max(COPY_BLOCK, 1 << (length - 1).bit_length()))
+    caches = tuple(state.cache for state in session.states)
+    held = slot_beginnings(caches, only(session, row, slot), size=size, **session.placement)
+    return jax.tree.map(partial(part_of, row=row, rows=session.rows), held)
+
+
+def empty(session: Session, row: int, place: Place) -> None:
+    """Makes room in a place. If no other place holds its text, that moves to the next tier."""
+    prefixes, held = session.prefixes[row], session.stored[row].pop(place, None)
+    if place in prefixes.texts and not is_covered(prefixes, place):
+        keep(session, row, place, held)
+    forget(prefixes, place)
+
+
+def keep(session: Session, row: int, place: Place, held: Any) -> None:
+    """Moves a text to the next tier that has room for it. There the texts make room that are missed
+    least."""
+    prefixes, stored, room = session.prefixes[row], session.stored[row], session.room
+    text, tiers = prefixes.texts[place], [tier for tier in AFTER[place.tier] if room[tier]]
+    if not tiers:
+        return
+    held = held or take(session, row, place.number, len(text.tokens))
+    size = size_of(held)
+    tier = next((tier for tier in tiers if size <= room[tier]), None)
+    if tier is None:
+        return
+    there = [place for place in stored if place.tier == tier]
+    while sum(size_of(stored[place]) for place in there) + size > room[tier]:
+        least = least_missed(prefixes, there)
+        there.remove(least)
+        empty(session, row, least)
+    to = Place(tier, prefixes.time)
+    stored[to] = jax.tree.map(partial(moved, memory=MEMORY[tier]), held)
+    hold(prefixes, to, *text)

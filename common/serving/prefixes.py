@@ -1,21 +1,23 @@
 """Remembers which tokens are held where, so that a prompt can start from the longest beginning that
 was read before.
 
-A text is cut into blocks of BLOCK tokens. The blocks of all texts form a trie, and each node knows
-the places that hold the text up to it. To find a beginning is to walk down from the root, whatever
-the number of texts.
+A text is cut into blocks of BLOCK tokens. A dict has the places that hold each beginning of whole
+blocks, under a digest of its tokens. So the longest beginning is found block by block, whatever the
+number of texts.
 """
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NamedTuple
 
 BLOCK = 16  # tokens; beginnings that are shorter are not worth a copy
 
 
 class Place(NamedTuple):
-    """A slot of one tier on a data shard. The tiers are where prompts are read, the slots that
-    decode, the kept slots, and host memory."""
+    """Where a data shard holds a text. The tiers are where prompts are read, the slots that decode,
+    and without a slot device memory and host memory."""
 
     tier: str
     number: int
@@ -33,25 +35,20 @@ class Text(NamedTuple):
 
 
 @dataclass
-class Node:
-    """A block of tokens behind the blocks above it."""
-
-    places: dict[Place, None] = field(default_factory=dict)  # hold the text up to this block
-    after: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
-
-
-@dataclass
 class Prefixes:
     """What the places of one data shard hold."""
 
     texts: dict[Place, Text] = field(default_factory=dict)
-    root: Node = field(default_factory=Node)
+    holders: dict[bytes, set[Place]] = field(default_factory=dict)  # of beginnings, by digest
     time: int = 0
 
 
-def blocks(tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    whole = len(tokens) // BLOCK * BLOCK
-    return [tuple(tokens[i : i + BLOCK]) for i in range(0, whole, BLOCK)]
+def beginnings(tokens: Sequence[int]) -> Iterator[bytes]:
+    """The digests of the first block, of the first two, and so on."""
+    digest = blake2b(digest_size=16)
+    for i in range(BLOCK, len(tokens) + 1, BLOCK):
+        digest.update(array("i", tokens[i - BLOCK : i]).tobytes())
+        yield digest.digest()
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -71,58 +68,50 @@ def hold(prefixes: Prefixes, place: Place, tokens: Sequence[int], used: int | No
     forget(prefixes, place)
     prefixes.time += 1
     prefixes.texts[place] = Text(tokens, prefixes.time if used is None else used)
-    node = prefixes.root
-    for block in blocks(tokens):
-        node = node.after.setdefault(block, Node())
-        node.places[place] = None
+    for key in beginnings(tokens):
+        prefixes.holders.setdefault(key, set()).add(place)
 
 
 def forget(prefixes: Prefixes, place: Place) -> None:
     """Notes that a place holds nothing."""
-    if place not in prefixes.texts:
-        return
-    node = prefixes.root
-    for block in blocks(prefixes.texts.pop(place).tokens):
-        child = node.after[block]
-        del child.places[place]
-        if not child.places:  # then no place holds anything below it
-            del node.after[block]
-            return
-        node = child
+    if place in prefixes.texts:
+        for key in beginnings(prefixes.texts.pop(place).tokens):
+            prefixes.holders[key].remove(place)
+            if not prefixes.holders[key]:
+                del prefixes.holders[key]
 
 
 def longest(prefixes: Prefixes, tokens: Sequence[int]) -> tuple[Place, int]:
     """Returns the place that holds the longest beginning of `tokens`, and its length; 0 if that is
     shorter than a block. Host memory comes last among equals."""
-    node, n = prefixes.root, 0
-    for block in blocks(tokens):
-        if block not in node.after:
+    places, n = set[Place](), 0
+    for key in beginnings(tokens):
+        if key not in prefixes.holders:
             break
-        node, n = node.after[block], n + BLOCK
+        places, n = prefixes.holders[key], n + BLOCK
 
-    def more(place: Place) -> tuple[int, bool]:
+    def more(place: Place) -> tuple[int, bool, Place]:
         held = prefixes.texts[place].tokens[n : n + BLOCK]
-        return common_prefix(held, tokens[n : n + BLOCK]), place.tier != HOST
+        same = common_prefix(held, tokens[n : n + BLOCK])
+        return same, place.tier != HOST, place  # the place itself, so that processes choose alike
 
-    best = max(node.places, key=more, default=None)
-    return (READING, 0) if best is None else (best, n + more(best)[0])
+    best = max(places, key=more, default=READING)
+    return best, n + more(best)[0] if places else 0
 
 
 def is_covered(prefixes: Prefixes, place: Place) -> bool:
     """Whether another place holds the same text, up to its last whole block."""
-    node = prefixes.root
-    for block in blocks(prefixes.texts[place].tokens):
-        node = node.after[block]
-    return len(node.places) != 1
+    *_, last = [None, *beginnings(prefixes.texts[place].tokens)]
+    return last is None or len(prefixes.holders[last]) > 1
 
 
 def least_missed(prefixes: Prefixes, places: Iterable[Place]) -> Place:
     """Returns the place to overwrite: an empty one, else one whose text is held elsewhere too, else
     the one that was used least recently."""
 
-    def loss(place: Place) -> tuple[bool, bool, int]:
+    def loss(place: Place) -> tuple[bool, int]:
         if (text := prefixes.texts.get(place)) is None:
-            return False, False, 0
-        return True, not is_covered(prefixes, place), text.used
+            return False, 0
+        return not is_covered(prefixes, place), text.used
 
     return min(places, key=loss)

@@ -45,39 +45,44 @@ def logits(
     return jax.tree.map(lambda x: x[..., : config.vocab_size], logits_BTV), cache
 
 
-def extend_scored(
+@partial(
+    jax.jit,
+    static_argnames=("model", "likeliest", "config", "mesh", "implementation"),
+    donate_argnames="state",
+)
+def prefill_scored(
     model: Any,
     weights: Any,
     state: Any,
     tokens_BT: jax.Array,
     count_B: jax.Array,
-    next_BT: jax.Array,
+    after_B: jax.Array,
+    *,
     likeliest: int,
     config: Any,
     mesh: Mesh,
     implementation: str = AUTO,
 ) -> tuple[Any, Scores]:
-    """`extend` of a model file, with the scores of next_BT, the token after each of tokens_BT. In
-    place of a negative one, the sampled token is scored."""
+    """`prefill` of a model file. Also scores the token that comes after each of the T tokens; after
+    the last one of a prompt that is after_B, or the sampled token if after_B is negative."""
 
-    def run(
-        weights: Any, state: Any, tokens_BT: jax.Array, count_B: jax.Array, next_BT: jax.Array
-    ) -> tuple[Any, Scores]:
+    def run(weights: Any, state: Any, tokens_BT: Any, count_B: Any, after_B: Any) -> Any:
         is_on_B, length_B = count_B > 0, state.length_B + count_B
         end_B = jnp.where(is_on_B, state.length_B + tokens_BT.shape[1], 0)
         given: Any = weights, state.cache, tokens_BT, end_B, config, implementation
         logits_BTV, cache = model.forward(*given)
-        last_BV = logits_BTV[jnp.arange(len(count_B)), count_B - 1]
-        token_B = sample(last_BV, state.sampling, length_B, config.vocab_size, MODEL)
-        next_BT = jnp.where(next_BT < 0, token_B[:, None], next_BT)
-        scored = scores(logits_BTV, next_BT, is_on_B, likeliest, config.vocab_size, MODEL)
+        last = jnp.arange(len(count_B)), count_B - 1
+        token_B = sample(logits_BTV[last], state.sampling, length_B, config.vocab_size, MODEL)
+        next_BT = jnp.roll(tokens_BT, -1, axis=1)
+        next_BT = next_BT.at[last].set(jnp.where(after_B < 0, token_B, after_B))
+        scored = scores(logits_BTV, next_BT, likeliest, config.vocab_size, MODEL)
         token_B = jnp.where(is_on_B, token_B, state.token_B)
         return state._replace(cache=cache, length_B=length_B, token_B=token_B), scored
 
     specs = specs_like(weights, model.weight_layout(config)), model.STATE_SPEC, *(P(DATA),) * 3
     out_specs, check = (model.STATE_SPEC, P(DATA)), implementation in KERNEL_FREE
     run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check)
-    return run(weights, state, tokens_BT, count_B, next_BT)
+    return run(weights, state, tokens_BT, count_B, after_B)
 
 
 def log_probabilities(model: Model, ids: Sequence[int]) -> jax.Array:

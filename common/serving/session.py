@@ -2,13 +2,13 @@
 
 One prompt per `data` shard is read at a time, in chunks whose lengths come from a short list of
 buckets. Its cache is then inserted into a free slot. All filled slots decode together. A slot whose
-request has ended keeps what it holds until another request needs it; then its text may move to a
-kept slot, and from there to host memory. `serve` decides what happens when.
+request has ended keeps what it holds until another request needs it; then its text may be kept
+without a slot, on the devices or in host memory. `serve` decides what happens when.
 """
 
 import contextlib
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,14 +22,17 @@ from jax.typing import DTypeLike
 
 from common.kernels.dispatch import AUTO, Impl
 from common.sampling import check_sampling, sampling_params
-from common.serving.drafts import Gain, with_drafts
+from common.serving import drafts
 from common.serving.load import Model, cache_dtype
-from common.serving.prefixes import Place, Prefixes
+from common.serving.prefixes import HOST, KEPT, Place, Prefixes
+from common.serving.score import prefill_scored
 from common.sharding import DATA, P, model_shards
+from common.text.harmony import FINAL, Speech
 
 PROMPT_CHUNK = 512  # tokens read at once; enough to be compute-bound, few enough for memory
 SMALLEST_BUCKET = 32
 DRAFT_TOKENS = 4
+LIKELIEST = 20  # tokens that are scored beside the one taken
 
 
 class Request(NamedTuple):
@@ -43,8 +46,10 @@ class Request(NamedTuple):
     min_p: float = 0.0
     seed: int = 0
     stop_ids: Collection[int] = ()  # the reply ends with any of these
+    stop: Sequence[str] = ()  # its text ends before any of these
+    is_chat: bool = False  # it is a message, which may have channels; else it continues the prompt
     logprobs: int | None = None  # scores the tokens of the reply, and this many of the likeliest
-    echo: bool = False  # scores the tokens of the prompt, too
+    echo: bool = False  # with logprobs: scores the tokens of the prompt, too
 
     @property
     def sampling(self) -> tuple[Any, ...]:
@@ -68,7 +73,9 @@ class Event(NamedTuple):
 
     request: int
     token: int
-    finish: str | None
+    finish: str | None = None
+    text: str = ""  # what is certain now; "" without a tokenizer
+    channel: str = FINAL  # of the text
     score: Score | None = None
     echo: Sequence[Score] = ()  # with the first token: of all prompt tokens but the first
 
@@ -80,8 +87,9 @@ class Work:
     number: int
     request: Request
     tokens: list[int]  # of the prompt and the reply so far
+    speech: Speech | None  # the text of the reply; None without a tokenizer
     cached: int = 0  # how many prompt tokens are read
-    ended: bool = False
+    ended: bool = False  # or given up
     scores: list[Score] = field(default_factory=list)  # of the prompt and of the first token
 
     @property
@@ -107,45 +115,49 @@ class Stats:
 
 
 class Ahead(NamedTuple):
-    """A decode step whose results are still to be fetched."""
+    """Tokens that are being computed, and are still to be fetched."""
 
-    new: Any  # what `newest` returns
-    slots: list[int]  # that were running; none of them has got another request since
-    drafted: bool
-    mixed: bool  # whether a chunk of a prompt was dispatched before it
+    new: Any  # token ids [B] or [B, T], and their scores, or None
+    works: dict[int, Work]  # by row
+    drafted: bool = False
+    mixed: bool = True  # whether a chunk of a prompt is computed before them
 
 
 @dataclass
 class Session:
     """A model with slots in which it decodes, and all requests that are not done."""
 
-    model: Model
+    models: list[Model]  # the model, and a smaller one if that drafts; their slots hold the same
     slots: int
     capacity: int  # positions per slot
     implementation: str
     reuse_multiple: int  # see `start_session`
-    state: Any  # the model file's DecodeState of all slots
-    prompts: Any  # a DecodeState with one slot per data shard, in which prompts are read
-    kept: Any  # the cache of the kept slots
-    likeliest: int | None  # the most that a request may set as `logprobs`
-    gain: Gain | None  # of drafts, if they are turned off where they do not pay
-    keep: int  # how many those are on each data shard
-    host_bytes: int  # what may be stored in host memory for each data shard
+    states: list[Any]  # for each model: the DecodeState of all slots
+    prompts: list[Any]  # a DecodeState with one slot per data shard, in which prompts are read
+    room: dict[str, int]  # by tier: the bytes of texts that are kept for each data shard
+    text_BS: jax.Array | None  # int32: the tokens of each slot, if drafts come from them
+    draft_tokens: int
+    gain: drafts.Gain | None  # if drafts are turned off where they do not pay
     prefixes: list[Prefixes]  # what each data shard holds
-    stored: list[dict[Place, Any]]  # the caches of each data shard that are in host memory
+    stored: list[dict[Place, Any]]  # what each data shard keeps without a slot
     arrived: list[tuple[int, Request | None]] = field(default_factory=list)  # None: given up
-    waiting: OrderedDict[int, Work] = field(default_factory=OrderedDict)  # by number
+    works: dict[int, Work] = field(default_factory=dict)  # all that have not ended, by number
+    waiting: deque[Work] = field(default_factory=deque)
     reading: dict[int, Work] = field(default_factory=dict)  # by data shard; the first is next
     read: dict[int, Work] = field(default_factory=dict)  # by data shard; not in a slot yet
-    fresh: Any = None  # the first tokens of these, to be fetched
     running: dict[int, Work] = field(default_factory=dict)  # by slot
+    first: Ahead | None = None  # the first tokens of prompts that were read
     ahead: Ahead | None = None  # the decode step that is under way
     budget: int = PROMPT_CHUNK  # prompt tokens that may be read before the next decode step
-    freed: bool = False  # whether a slot that no longer runs has not been emptied
+    drafting: bool = True  # whether the next step verifies drafts, if there are any
     closed: bool = False  # whether process 0 has told the others that it ends
     ids: int = 0  # requests so far
     began: float = 0.0  # when the first of them came
     stats: Stats = field(default_factory=Stats)
+
+    @property
+    def model(self) -> Model:
+        return self.models[0]
 
     @property
     def rows(self) -> int:
@@ -157,9 +169,10 @@ class Session:
         return self.slots // self.rows
 
     @property
-    def is_extended(self) -> bool:
-        """Whether `with_drafts` made the module."""
-        return hasattr(self.model.module, "parts")
+    def placement(self) -> dict[str, Any]:
+        """Where the caches of all models are."""
+        spec = tuple(model.module.STATE_SPEC.cache for model in self.models)
+        return dict(spec=spec, mesh=self.model.mesh)
 
 
 def capacity_for(need: int, limit: int) -> int:
@@ -180,7 +193,6 @@ def start_session(
     reuse_multiple: int = PROMPT_CHUNK,
     draft: Model | str | None = None,
     draft_tokens: int = DRAFT_TOKENS,
-    logprobs: int | None = None,
 ) -> Session:
     """Allocates `slots` slots of `capacity` positions on the model's mesh. ValueError if that
     cannot be.
@@ -189,46 +201,50 @@ def start_session(
       dtype: of the cache; by default that of `cache_dtype`.
       implementation: AUTO on CPU means BLOCKED, which does not import the kernels of other
         platforms: the import takes half a second.
-      keep: the number of further slots, which do not decode. They keep the texts of requests that
-        have ended, for prompts that begin alike.
-      keep_host: gigabytes of host memory for texts that the kept slots have no room for.
+      keep: the memory of so many further slots keeps the texts of requests that have ended, for
+        prompts that begin alike.
+      keep_host: gigabytes of host memory for texts that have no room there.
       reuse_multiple: beginnings of prompts are reused in multiples of this. With the default, a
         prompt is read in the same chunks whatever came before, so its reply does not depend on
         that, not even by a rounding error. A conversation passes 1, which also reuses replies.
       draft: where drafts come from: a smaller model on the same mesh, or "lookup", which is the
         text itself, or "auto", which is "lookup" while that is faster than no drafts.
       draft_tokens: how many tokens are drafted at once.
-      logprobs: the most that a request may set as `logprobs`; by default, no request may.
     """
-    if draft is not None or logprobs is not None:
-        of_draft = None if isinstance(draft, str) else draft
-        model = with_drafts(model, of_draft, draft_tokens if draft else 0, logprobs)
-    module, mesh, rows = model.module, model.mesh, model.mesh.shape[DATA]
-    for count, what in ((slots, "slots"), (keep, "kept slots")):
-        if count < (what == "slots") or count % rows:
-            raise ValueError(f"{count} {what} cannot be split evenly over data={rows}")
+    models, mesh, rows = [model], model.mesh, model.mesh.shape[DATA]
+    if slots < 1 or slots % rows:
+        raise ValueError(f"{slots} slots cannot be split evenly over data={rows}")
+    if isinstance(draft, Model):
+        drafts.check_fits(model, draft)
+        models.append(draft)
     dtype = cache_dtype(model.dtype, model.on_cpu) if dtype is None else jnp.dtype(dtype)
     if implementation == AUTO and model.on_cpu:
         implementation = Impl.BLOCKED
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), module.STATE_SPEC)
-    shape = dict(capacity=capacity, dtype=dtype, shards=model_shards(mesh))
-    make = partial(module.init_state, model.config, **shape)
-    state, prompts, kept = (
-        jax.jit(partial(make, slots=n), out_shardings=shardings)() for n in (slots, rows, keep)
-    )
+
+    def states(count: int) -> list[Any]:
+        shape = dict(slots=count, capacity=capacity, dtype=dtype, shards=model_shards(mesh))
+        made = []
+        for module, config, *_ in models:
+            shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), module.STATE_SPEC)
+            make = partial(module.init_state, config, **shape)
+            made.append(jax.jit(make, out_shardings=shardings)())
+        return made
+
+    prompts = states(rows)
+    slot = sum(x.nbytes for x in jax.tree.leaves([state.cache for state in prompts])) // rows
+    text = partial(jnp.zeros, (slots, capacity + 1), jnp.int32, device=NamedSharding(mesh, P(DATA)))
     return Session(
-        model=model,
+        models=models,
         slots=slots,
         capacity=capacity,
         implementation=implementation,
         reuse_multiple=reuse_multiple,
-        state=state,
+        states=states(slots),
         prompts=prompts,
-        kept=kept.cache,
-        keep=keep // rows,
-        host_bytes=int(keep_host * 1e9) // rows,
-        likeliest=logprobs,
-        gain=Gain() if draft == "auto" else None,
+        room={KEPT: keep * slot // rows, HOST: int(keep_host * 1e9) // rows},
+        text_BS=None if draft is None else text(),
+        draft_tokens=draft_tokens,
+        gain=drafts.Gain() if draft == "auto" else None,
         prefixes=[Prefixes() for _ in range(rows)],
         stored=[{} for _ in range(rows)],
     )
@@ -253,6 +269,8 @@ def check_request(request: Request, capacity: int, limit: int, name: str = "the 
         raise ValueError(f"{name} has {n} tokens, but the model's context has {limit}")
     if n > capacity:
         raise ValueError(f"{name} has {n} tokens, over the cache's {capacity} (see --max-len)")
+    if request.logprobs is not None and not 0 <= request.logprobs <= LIKELIEST:
+        raise ValueError(f"logprobs must be in [0, {LIKELIEST}], got {request.logprobs}")
     check_sampling(*request.sampling)
 
 
@@ -301,22 +319,19 @@ def per_shard(session: Session, values: Any, dtype: DTypeLike = np.int32) -> jax
 
 
 def describe_prompts(session: Session) -> None:
-    """Writes to the state of the prompts what is known of those that are being read."""
-    mesh, prompts = session.model.mesh, session.prompts
+    """Writes to the states of the prompts what is known of those that are being read."""
     works = [session.reading.get(row) for row in range(session.rows)]
     requests = [work.request if work else NO_REQUEST for work in works]
     columns = zip(*(request.sampling for request in requests), strict=True)
     params = sampling_params(session.rows, *map(list, columns))
-    known: dict[str, Any] = dict(
-        length_B=per_shard(session, [work.cached if work else 0 for work in works]),
-        sampling=jax.device_put(params, NamedSharding(mesh, P(DATA))),
-    )
-    if session.is_extended:
-        rows = [[*r.prompt, *[0] * (session.capacity + 1 - len(r.prompt))] for r in requests]
-        known["text_BS"] = per_shard(session, rows)
-    if session.is_extended and prompts.scored_B is not None:
-        known["scored_B"] = per_shard(session, [r.logprobs is not None for r in requests], bool)
-    session.prompts = prompts._replace(**known)
+    sharding = NamedSharding(session.model.mesh, P(DATA))
+    session.prompts = [
+        state._replace(
+            length_B=per_shard(session, [work.cached if work else 0 for work in works]),
+            sampling=jax.device_put(params, sharding, may_alias=False),  # each is donated
+        )
+        for state in session.prompts
+    ]
 
 
 class Chunk(NamedTuple):
@@ -334,26 +349,25 @@ def next_chunk(work: Work) -> Chunk:
 def read_chunk(session: Session, together: dict[int, Work], chunk: Chunk) -> None:
     """Appends the next prompt tokens of each request, which are read on different data shards, to
     what is read of it."""
-
-    def rows(shift: int, beyond: int) -> list[list[int]]:
-        found = list[list[int]]()
-        for work in map(together.get, range(session.rows)):
-            at = work.cached + shift if work else 0
-            row = list(work.tokens[at : at + chunk.bucket]) if work else []
-            found.append(row + [beyond] * (chunk.bucket - len(row)))
-        return found
-
-    counts = [len(w.tokens) - w.cached if w else 0 for w in map(together.get, range(session.rows))]
-    count_B = per_shard(session, np.minimum(counts, chunk.bucket))
-    given: Any = session.model.weights, session.prompts, per_shard(session, rows(0, 0)), count_B
-    next_BT = per_shard(session, rows(1, -1)) if chunk.scored else None
-    new = session.model.module.prefill(*given, *([next_BT] * chunk.scored), **static(session))
-    session.prompts, scores = new if session.is_extended else (new, None)
-    if scores is not None:
-        scores = fetch(scores)
-        for row, work in together.items():
-            count = min(counts[row], chunk.bucket)
-            work.scores += [score_of(scores, row, t, work.request) for t in range(count)]
+    tokens_BT = np.zeros((session.rows, chunk.bucket), np.int32)
+    count_B, after_B = np.zeros(session.rows, np.int32), np.full(session.rows, -1, np.int32)
+    for row, work in together.items():
+        part = work.tokens[work.cached : work.cached + chunk.bucket + 1]
+        after_B[row] = part[chunk.bucket] if len(part) > chunk.bucket else -1
+        count_B[row] = min(len(part), chunk.bucket)
+        tokens_BT[row, : count_B[row]] = part[: count_B[row]]
+        work.cached += int(count_B[row])
+    given = [per_shard(session, x) for x in (tokens_BT, count_B, after_B)]
+    for i, model in enumerate(session.models):
+        known = model.weights, session.prompts[i], *given[:2]
+        if i == 0 and chunk.scored:
+            more: Any = dict(likeliest=LIKELIEST, **static(session, model))
+            session.prompts[0], scores = prefill_scored(model.module, *known, given[2], **more)
+            scores = fetch(scores)
+            for row, work in together.items():
+                work.scores += [score_of(scores, row, t, work.request) for t in range(count_B[row])]
+        else:
+            session.prompts[i] = model.module.prefill(*known, **static(session, model))
 
 
 def score_of(scores: Any, row: int, t: int, request: Request) -> Score:
@@ -362,26 +376,56 @@ def score_of(scores: Any, row: int, t: int, request: Request) -> Score:
     return Score(float(scores.token_BT[row, t]), [*zip(*likeliest, strict=True)])
 
 
-def static(session: Session) -> dict[str, Any]:
-    model = session.model
+def static(session: Session, model: Model) -> dict[str, Any]:
     return dict(config=model.config, mesh=model.mesh, implementation=session.implementation)
 
 
+def insert(session: Session, slots: dict[int, int]) -> None:
+    """Copies the prompts that were read into slots, by data shard, in which they then run."""
+    works, session.read = session.read, {}
+    slot_B = np.full(session.rows, -1, np.int32)
+    for row, slot in slots.items():
+        slot_B[row], session.running[slot] = slot % session.per_row, works[row]
+    for i, model in enumerate(session.models):
+        state, prompts = session.states[i], session.prompts[i]
+        session.states[i] = model.module.insert(state, prompts, slot_B, mesh=model.mesh)
+    if session.text_BS is not None:
+        texts, at = np.zeros((len(slots), session.capacity + 1), np.int32), [*slots.values()]
+        for text, row in zip(texts, slots, strict=True):
+            text[: len(works[row].tokens)] = works[row].tokens
+        session.text_BS = set_rows(session.text_BS, texts, np.array(at), session.text_BS.sharding)
+
+
+@partial(jax.jit, static_argnames="sharding", donate_argnames="x")
+def set_rows(x: jax.Array, rows: np.ndarray, at: np.ndarray, sharding: Any) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x.at[at].set(rows), sharding)
+
+
 def generate(session: Session) -> Ahead:
-    """Dispatches one decode step of all slots."""
-    model, options = session.model, static(session)
-    drafting = session.gain is None or session.gain.drafting
-    if session.is_extended:
-        options |= dict(drafting=drafting)
-    session.state = model.module.generate(model.weights, session.state, **options)
+    """Dispatches one decode step of all slots. What it returns is a copy, because the next step
+    overwrites the state's own."""
+    model, models, works = session.model, session.models, dict(session.running)
+    drafting = session.text_BS is not None and session.drafting
+    scored = any(work.request.logprobs is not None for work in works.values())
     session.stats.decode_steps += 1
-    return Ahead(newest(session.state), [*session.running], drafting, bool(session.reading))
-
-
-def newest(state: Any) -> Any:
-    """The tokens of the newest step [B] or [B, K + 1], and their scores, if any. They are a copy,
-    because the next step overwrites the state's own."""
-    return publish((getattr(state, "new_BT", state.token_B), getattr(state, "scores", None)))
+    if session.text_BS is None and not scored:
+        state, known = session.states[0], static(session, model)
+        session.states[0] = state = model.module.generate(model.weights, state, **known)
+        drafting = hasattr(state, "new_BT")
+        new = (state.new_BT if drafting else state.token_B), None
+    else:
+        session.states, session.text_BS, *new = drafts.generate(
+            [model.weights for model in models],
+            session.states,
+            session.text_BS,
+            modules=tuple(model.module for model in models),
+            configs=tuple(model.config for model in models),
+            mesh=model.mesh,
+            implementation=session.implementation,
+            K=session.draft_tokens if drafting else 0,
+            likeliest=LIKELIEST if scored else None,
+        )
+    return Ahead(publish(new), works, drafting, bool(session.reading))
 
 
 @partial(jax.jit, static_argnames="sharding")
@@ -391,11 +435,11 @@ def where(keep_B: np.ndarray, x_B: jax.Array, sharding: Any) -> jax.Array:
 
 def empty_others(session: Session, running: Collection[int]) -> None:
     """Frees every slot that is not running. What its cache holds stays."""
-    state, sampling = session.state, session.state.sampling
+    state, sampling = session.states[0], session.states[0].sampling
     keep_B = np.isin(np.arange(session.slots), list(running))
     length_B, temperature_B = (
         where(keep_B, x_B, sharding=x_B.sharding)
         for x_B in (state.length_B, sampling.temperature_B)
     )
     sampling = sampling._replace(temperature_B=temperature_B)  # `sample` need not search for it
-    session.state = state._replace(length_B=length_B, sampling=sampling)
+    session.states[0] = state._replace(length_B=length_B, sampling=sampling)

@@ -1,4 +1,4 @@
-"""Finds the channel of each token of a reply in the Harmony format.
+"""The text of a reply, token by token. In the Harmony format each token has a channel.
 
 Such a reply is a sequence of messages. Only messages in the final channel are meant for the user:
 
@@ -8,9 +8,10 @@ The prompt ends with `<|start|>assistant`. More words, such as a recipient, may 
 a channel. A message without a channel is final.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from common.text.tokenizer import Tokenizer, decode
+from common.text.tokenizer import Stream, Tokenizer, decode, stream_push, stream_start
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 FINAL, ANALYSIS = "final", "analysis"
@@ -41,3 +42,37 @@ def follow(tok: Tokenizer, place: Place, token_id: int) -> tuple[Place, str | No
     if place.part == CHANNEL:
         return place._replace(header=(*place.header, token_id)), None
     return place, place.channel if place.part == MESSAGE else None
+
+
+class Speech(NamedTuple):
+    """The text of a reply so far. If it has channels, each message is a stream of its own."""
+
+    stream: Stream
+    stop: Sequence[str]
+    place: Place | None = None  # None if the reply has no channels
+    channel: str = FINAL  # of the newest text
+
+
+def start_speech(
+    tok: Tokenizer, prompt: Sequence[int], is_chat: bool, stop: Sequence[str]
+) -> Speech:
+    """Returns an empty reply. If `is_chat`, it is a message, else it continues the prompt. It ends
+    before any of the texts `stop`, if that is in its final channel; then its stream is `stopped`.
+    """
+    if not is_chat:
+        return Speech(stream_start(tok, prompt, stop=stop), stop)
+    return Speech(stream_start(tok, stop=stop), stop, Place() if speaks_harmony(tok) else None)
+
+
+def say(tok: Tokenizer, speech: Speech, token_id: int) -> tuple[Speech, str]:
+    """Adds a token; returns the text that is now certain."""
+    if speech.place is not None:
+        place, channel = follow(tok, speech.place, token_id)
+        speech = speech._replace(place=place)
+        if channel is None:
+            return speech, ""
+        if channel != speech.channel:
+            stream = stream_start(tok, stop=speech.stop if channel == FINAL else ())
+            speech = speech._replace(stream=stream, channel=channel)
+    stream, text = stream_push(tok, speech.stream, token_id)
+    return speech._replace(stream=stream), text
