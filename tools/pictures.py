@@ -534,9 +534,10 @@ def kernel_blocks() -> Picture:
 
 
 def serving_slots() -> Picture:
-    texts = {Place(SLOT, 0): 1700, Place(SLOT, 1): 600, Place(SLOT, 2): 1100, Place(SLOT, 3): 900,
+    """The places are those that the session's own functions choose."""
+    texts = {Place(SLOT, 0): 1700, Place(SLOT, 1): 640, Place(SLOT, 2): 1100, Place(SLOT, 3): 900,
              Place(KEPT, 0): 1500, Place(KEPT, 1): 700, Place(HOST, 0): 1900}
-    index, capacity, scale = Prefixes(), 2048, 250 / 2048
+    index, capacity, scale, x = Prefixes(), 2048, 250 / 2048, 480
     for place, n in texts.items():
         hold(index, place, [100 * place.number + len(place.tier)] * n)
     hold(index, Place(SLOT, 2), [*range(1100)])
@@ -545,20 +546,20 @@ def serving_slots() -> Picture:
     start = shared // PROMPT_CHUNK * PROMPT_CHUNK
     left = len(prompt) - start
     running = {Place(SLOT, 0), Place(SLOT, 2)}
-    free = [place for place in texts if place.tier == SLOT and place not in running]
-    target = least_missed(index, free)
-    kept = least_missed(index, [place for place in texts if place.tier == KEPT])
-    rows = {SLOT: 150, KEPT: 330, HOST: 425}
-    ys = {place: rows[place.tier] + 36 * place.number for place in texts}
-    x, held = 480, "held for prompts that begin alike"
+    target = least_missed(index, [p for p in texts if p.tier == SLOT and p not in running])
+    kept = least_missed(index, [p for p in texts if p.tier == KEPT])
+    tops = {SLOT: 150, KEPT: 330, HOST: 440}
+    ys = {place: tops[place.tier] + 36 * place.number for place in texts}
 
     def bar(place: Place) -> list[str]:
-        words = "decodes" if place in running else held if place.tier == SLOT else ""
         filled, kind = len(index.texts[place].tokens), "green" if place in running else "plain"
-        label = f"{place.tier} {place.number}: {filled:,}  {words}"
-        return [box(x, ys[place], capacity * scale, 26, kind="empty"),
-                box(x, ys[place], filled * scale, 26, "", kind),
-                text(x + 8, ys[place] + 13, label, "left")]
+        frame = [box(x, ys[place], capacity * scale, 26, kind="empty")] * (place.tier == SLOT)
+        return [*frame, box(x, ys[place], filled * scale, 26, f"{filled:,}", kind)]
+
+    def down(above: Place, below: Place) -> str:
+        side = x + capacity * scale
+        return arrow((side, ys[above] + 18), (side + 40, ys[above] + 18),
+                     (side + 40, ys[below] + 8), (side, ys[below] + 8))
 
     shapes = [
         text(20, 56, f"a new prompt: {len(prompt):,} tokens, {shared:,} are held", "left"),
@@ -568,20 +569,19 @@ def serving_slots() -> Picture:
         text(20, 158, f"whole chunks of {PROMPT_CHUNK} are copied,", "left faint"),
         text(20, 176, f"in {start // COPY_BLOCK} blocks of {COPY_BLOCK} positions;", "left faint"),
         text(20, 194, f"{left} tokens are read, padded to {buckets(left)[0]}", "left faint"),
+        text(x, 132, "slots; the green ones decode", "left faint"),
         *(shape for place in texts for shape in bar(place)),
-        text(x, 132, "slots, which decode together", "left faint"),
-        text(x, 312, "kept slots (--keep)", "left faint"),
-        text(x, 407, "host memory (--keep-host)", "left faint"),
-        arrow((x, ys[source] + 13), (330, ys[source] + 13), (330, 112), (250, 112)),
-        text(335, ys[source] - 4, f"{start:,} positions", "left faint"),
-        arrow((250, 84), (440, 84), (440, ys[target] + 8), (x, ys[target] + 8)),
-        text(260, 70, "insert, when all is read", "left faint"),
-        arrow((x + 250, ys[target] + 18), (x + 300, ys[target] + 18), (x + 300, ys[kept] + 8),
-              (x + 250, ys[kept] + 8)),
-        text(x + 310, (ys[target] + ys[kept]) / 2, "what it\nheld", "left faint"),
-        arrow((x + 250, ys[kept] + 18), (x + 300, ys[kept] + 18), (x + 300, 438), (x + 250, 438)),
+        text(x, 312, "kept in the devices' memory (--keep)", "left faint"),
+        text(x, 422, "kept in host memory (--keep-host)", "left faint"),
+        arrow((206, 84), (440, 84), (440, ys[target] + 13), (x, ys[target] + 13)),
+        text(214, 98, "insert, when all is read", "left faint"),
+        arrow((x, ys[source] + 13), (330, ys[source] + 13), (330, 112), (206, 112)),
+        text(338, ys[source] - 2, f"{start:,} positions", "left faint"),
+        down(target, kept),
+        text(x + capacity * scale + 50, 254, "what it\nheld", "left faint"),
+        down(kept, Place(HOST, 0)),
     ]
-    return Picture("A new prompt starts from the longest beginning that is held", 480, shapes)
+    return Picture("A new prompt starts from the longest beginning that is held", 490, shapes)
 
 
 def the_house() -> Picture:
