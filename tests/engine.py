@@ -28,7 +28,6 @@ FIXTURES = ROOT / "tests" / "fixtures"
 # The environment for command lines: that of the tests, without their eight devices.
 FLAGS = [x for x in os.environ["XLA_FLAGS"].split() if "host_platform_device_count" not in x]
 ENVIRONMENT = {**os.environ, "XLA_FLAGS": " ".join(FLAGS)}
-QUICKLY = "--xla_backend_optimization_level=0"  # for programs that run only once, even with --all
 SLOTS = 8
 CAPACITY = 77  # holds the longest golden prompt and continuation; no number of devices divides it
 BUCKET = 16

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from engine import ENVIRONMENT, QUICKLY
+from engine import ENVIRONMENT
 
 from benchmarks import gpu
 from benchmarks.folio import multiply_all
@@ -38,8 +38,9 @@ ROOT = Path(__file__).parent.parent
 
 def run(module, *words):
     argv = [sys.executable, "-m", f"benchmarks.{module}", *map(str, words)]
-    env = ENVIRONMENT | {"XLA_FLAGS": f"{ENVIRONMENT['XLA_FLAGS']} {QUICKLY}"}
-    return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=300)
+    return subprocess.run(
+        argv, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=300
+    )
 
 
 @pytest.mark.full

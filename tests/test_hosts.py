@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 import pytest
-from engine import ENVIRONMENT, QUICKLY, ROOT
+from engine import ENVIRONMENT, ROOT
 from families import FAMILIES
 from test_families import fixtures, meshes
 
@@ -39,7 +39,6 @@ def start():
 
     def call(command, devices=2, stdin="", **environment):
         flags = f"--xla_force_host_platform_device_count={devices} {ENVIRONMENT['XLA_FLAGS']}"
-        flags += f" {QUICKLY}"
         process = subprocess.Popen(
             [sys.executable, *map(str, command)],
             cwd=ROOT,
