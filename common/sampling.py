@@ -223,21 +223,34 @@ class Scores(NamedTuple):
 
 
 def scores(
-    logits_BTV: Array, tokens_BT: Array, n: int, vocab_size: int, axes: tuple[str, ...]
+    logits_BTV: Array,
+    tokens_BT: Array,
+    wanted: Array | bool,
+    n: int,
+    vocab_size: int,
+    axes: tuple[str, ...],
 ) -> Scores:
-    """Scores tokens and the n likeliest ones, inside `shard_map`. Each device sends its own n
-    candidates, and no logits."""
+    """Scores tokens and the n likeliest ones, inside `shard_map`; computes nothing if they are not
+    wanted. Each device sends its own n candidates, and no logits."""
     V = logits_BTV.shape[-1]
     first, n = lax.axis_index(axes) * V, min(n, vocab_size)
-    x_BTV = jnp.where(first + jnp.arange(V) < vocab_size, logits_BTV, -jnp.inf)
-    max_BT = lax.pmax(x_BTV.max(-1), axes)  # one per device -> replicated, here and below
-    total_BT = jnp.log(lax.psum(jnp.exp(x_BTV - max_BT[..., None]).sum(-1), axes)) + max_BT
-    at_BT = tokens_BT - first
-    own_BT = jnp.take_along_axis(x_BTV, jnp.clip(at_BT, 0, V - 1)[..., None], axis=-1)[..., 0]
-    own_BT = lax.psum(jnp.where((at_BT >= 0) & (at_BT < V), own_BT, 0), axes)
-    top_BTX, at_BTX = lax.top_k(x_BTV, min(n, V))
-    gather = partial(lax.all_gather, axis_name=axes, axis=2, tiled=True)  # own -> all candidates
-    top_BTX, order_BTX = lax.top_k(gather(top_BTX), n)
-    id_BTX = jnp.take_along_axis(gather(first + at_BTX), order_BTX, axis=-1)
-    top_BTX, id_BTX = lax.pmax((top_BTX, id_BTX), axes)  # equal: now `shard_map` knows it
-    return Scores(own_BT - total_BT, id_BTX, top_BTX - total_BT[..., None])
+
+    def compute() -> Scores:
+        x_BTV = jnp.where(first + jnp.arange(V) < vocab_size, logits_BTV, -jnp.inf)
+        max_BT = lax.pmax(x_BTV.max(-1), axes)  # one per device -> replicated, here and below
+        total_BT = jnp.log(lax.psum(jnp.exp(x_BTV - max_BT[..., None]).sum(-1), axes)) + max_BT
+        at_BT = tokens_BT - first
+        own_BT = jnp.take_along_axis(x_BTV, jnp.clip(at_BT, 0, V - 1)[..., None], axis=-1)[..., 0]
+        own_BT = lax.psum(jnp.where((at_BT >= 0) & (at_BT < V), own_BT, 0), axes)
+        top_BTX, at_BTX = lax.top_k(x_BTV, min(n, V))
+        gather = partial(lax.all_gather, axis_name=axes, axis=2, tiled=True)  # own -> all
+        top_BTX, order_BTX = lax.top_k(gather(top_BTX), n)
+        id_BTX = jnp.take_along_axis(gather(first + at_BTX), order_BTX, axis=-1)
+        top_BTX, id_BTX = lax.pmax((top_BTX, id_BTX), axes)  # equal: now `shard_map` knows it
+        return Scores(own_BT - total_BT, id_BTX, top_BTX - total_BT[..., None])
+
+    def skip() -> Scores:
+        zero_BTX = tokens_BT[..., None] * jnp.zeros(n, jnp.int32)
+        return Scores(tokens_BT * 0.0, zero_BTX, zero_BTX * 0.0)
+
+    return lax.cond(wanted, compute, skip)

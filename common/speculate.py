@@ -88,21 +88,24 @@ def generate(
     weights: Any,
     state: Any,
     draft_BK: Array,
+    wanted: Array | None = None,
     *,
     config: Any,
     mesh: Mesh,
     implementation: str = AUTO,
-    likeliest: int | None = None,
+    likeliest: int = 0,
 ) -> tuple[Any, Array, Scores | None]:
     """`model.generate` with K drafted tokens for each slot; K may be 0.
 
-    Returns the state, and the new tokens [B, K + 1]: those that count, then NO_TOKEN. With
-    `likeliest`, also their scores, and those of so many of the likeliest tokens. `state` is
+    Returns the state, and the new tokens [B, K + 1]: those that count, then NO_TOKEN. Then their
+    scores, and those of the `likeliest` tokens, computed if the flag `wanted` is set. `state` is
     donated. Tokens past the capacity are not cached, so the tokens after them are wrong: the caller
     must not take tokens beyond the capacity.
     """
 
-    def run(weights: Any, state: Any, draft_BK: Array) -> tuple[Any, Array, Any]:
+    def run(
+        weights: Any, state: Any, draft_BK: Array, wanted: Array | None
+    ) -> tuple[Any, Array, Any]:
         tokens_BT = jnp.concatenate([state.token_B[:, None], draft_BK], axis=1)
         is_filled = state.length_B > 0
         end_B = jnp.where(is_filled, state.length_B + tokens_BT.shape[1], 0)
@@ -120,15 +123,15 @@ def generate(
             token_B=jnp.where(is_filled, newest_B, state.token_B),
         )
         scored = None
-        if likeliest is not None:
-            scored = scores(logits_BTV, new_BT, likeliest, config.vocab_size, MODEL)
+        if wanted is not None:
+            scored = scores(logits_BTV, new_BT, wanted, likeliest, config.vocab_size, MODEL)
         return state, counting(new_BT, count_B), scored
 
     specs = specs_like(weights, model.weight_layout(config))
     return jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(specs, model.STATE_SPEC, P(DATA)),
+        in_specs=(specs, model.STATE_SPEC, P(DATA), P()),
         out_specs=(model.STATE_SPEC, P(DATA), P(DATA)),
         check_vma=implementation in KERNEL_FREE,
-    )(weights, state, draft_BK)
+    )(weights, state, draft_BK, wanted)

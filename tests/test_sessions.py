@@ -223,7 +223,7 @@ def test_lookup_continues_as_the_text_did_when_its_newest_tokens_last_stood_ther
 @pytest.mark.parametrize("family", ["llama3", pytest.param("deepseek_r1", marks=pytest.mark.full)])
 def test_scores_are_those_of_the_whole_text(family, draft):
     """Of the tokens taken, of the likeliest, and of the prompt."""
-    options = dict(reuse_multiple=CHUNK, draft=draft, draft_tokens=2)
+    options = dict(reuse_multiple=CHUNK, draft=draft, draft_tokens=2, logprobs=True)
     session = start_session(model_of(family), 4, CAPACITY, "float32", **options)
     prompt = pool(family)[4].prompt
     events = list(serve(session, [Request(prompt, 12, logprobs=3, echo=True)]))
@@ -318,7 +318,9 @@ def test_a_request_that_is_given_up_frees_its_slot_before_the_next_step(monkeypa
 @pytest.mark.parametrize("wanted", [-1, 21])
 def test_more_log_probabilities_than_are_computed_are_refused(wanted):
     with pytest.raises(ValueError, match=rf"logprobs must be in \[0, 20\], got {wanted}"):
-        submit(open_session("gpt2"), Request([1], 1, logprobs=wanted))
+        submit(open_session("gpt2", logprobs=True), Request([1], 1, logprobs=wanted))
+    with pytest.raises(ValueError, match="this session gives no log-probabilities"):
+        submit(open_session("gpt2"), Request([1], 1, logprobs=0))
 
 
 # ---- beginnings that are held

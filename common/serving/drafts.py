@@ -30,18 +30,20 @@ def generate(
     weights: Sequence[Any],
     states: Sequence[Any],
     text_BS: Array | None,
+    wanted: Array | None,
     *,
     modules: tuple[ModuleType, ...],
     configs: tuple[Any, ...],
     mesh: Mesh,
     implementation: str,
     K: int,
-    likeliest: int | None,
+    likeliest: int,
 ) -> tuple[list[Any], Array | None, Array, Scores | None]:
     """`speculate.generate` with K drafts for each slot. If there are two models, the second drafts.
 
     Args:
       text_BS: int32, the tokens of each slot, of which the newest is at its length; None if K is 0.
+      wanted: whether scores are computed; None if no request may ask for them.
 
     Returns the states, the tokens of each slot, the new ones [B, K + 1], and their scores.
     """
@@ -49,13 +51,15 @@ def generate(
     length_B = main.length_B
     draft_BK = jnp.zeros((len(length_B), 0), jnp.int32)
     if K and rest:
-        known = rest[0]._replace(sampling=main.sampling), text_BS, length_B, K
-        draft_BK, cache = draft(modules[1], weights[1], *known, config=configs[1], **where)
+        smaller = rest[0]._replace(sampling=main.sampling)
+        known: Any = modules[1], weights[1], smaller, text_BS, length_B, K
+        draft_BK, cache = draft(*known, config=configs[1], **where)
         rest[0] = rest[0]._replace(cache=cache)
     elif K and text_BS is not None:
         draft_BK = speculate.lookup(text_BS, length_B, K)
+    known = modules[0], weights[0], main, draft_BK, wanted
     main, new_BT, scored = speculate.generate(
-        modules[0], weights[0], main, draft_BK, config=configs[0], likeliest=likeliest, **where
+        *known, config=configs[0], likeliest=likeliest, **where
     )
     if text_BS is not None:
         at_BT = length_B[:, None] + 1 + jnp.arange(new_BT.shape[1])

@@ -75,7 +75,7 @@ def prefill_scored(
         token_B = sample(logits_BTV[last], state.sampling, length_B, config.vocab_size, MODEL)
         next_BT = jnp.roll(tokens_BT, -1, axis=1)
         next_BT = next_BT.at[last].set(jnp.where(after_B < 0, token_B, after_B))
-        scored = scores(logits_BTV, next_BT, likeliest, config.vocab_size, MODEL)
+        scored = scores(logits_BTV, next_BT, True, likeliest, config.vocab_size, MODEL)
         token_B = jnp.where(is_on_B, token_B, state.token_B)
         return state._replace(cache=cache, length_B=length_B, token_B=token_B), scored
 

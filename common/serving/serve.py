@@ -50,6 +50,8 @@ def submit(session: Session, request: Request) -> int:
     """Adds a request. Returns its number, which its events carry. ValueError if it cannot be
     served."""
     check_request(request, session.capacity, session.model.config.max_position_embeddings)
+    if request.logprobs is not None and not session.logprobs:
+        raise ValueError("this session gives no log-probabilities")
     session.began = session.began or time.perf_counter()
     session.arrived.append((session.ids, request))
     session.ids += 1

@@ -137,6 +137,7 @@ class Session:
     room: dict[str, int]  # by tier: the bytes of texts that are kept for each data shard
     text_BS: jax.Array | None  # int32: the tokens of each slot, if drafts come from them
     draft_tokens: int
+    logprobs: bool  # whether requests may ask for them
     gain: drafts.Gain | None  # if drafts are turned off where they do not pay
     prefixes: list[Prefixes]  # what each data shard holds
     stored: list[dict[Place, Any]]  # what each data shard keeps without a slot
@@ -193,6 +194,7 @@ def start_session(
     reuse_multiple: int = PROMPT_CHUNK,
     draft: Model | str | None = None,
     draft_tokens: int = DRAFT_TOKENS,
+    logprobs: bool = False,
 ) -> Session:
     """Allocates `slots` slots of `capacity` positions on the model's mesh. ValueError if that
     cannot be.
@@ -210,6 +212,7 @@ def start_session(
       draft: where drafts come from: a smaller model on the same mesh, or "lookup", which is the
         text itself, or "auto", which is "lookup" while that is faster than no drafts.
       draft_tokens: how many tokens are drafted at once.
+      logprobs: whether requests may ask for log-probabilities.
     """
     models, mesh, rows = [model], model.mesh, model.mesh.shape[DATA]
     if slots < 1 or slots % rows:
@@ -244,6 +247,7 @@ def start_session(
         room={KEPT: keep * slot // rows, HOST: int(keep_host * 1e9) // rows},
         text_BS=None if draft is None else text(),
         draft_tokens=draft_tokens,
+        logprobs=logprobs,
         gain=drafts.Gain() if draft == "auto" else None,
         prefixes=[Prefixes() for _ in range(rows)],
         stored=[{} for _ in range(rows)],
@@ -406,9 +410,9 @@ def generate(session: Session) -> Ahead:
     overwrites the state's own."""
     model, models, works = session.model, session.models, dict(session.running)
     drafting = session.text_BS is not None and session.drafting
-    scored = any(work.request.logprobs is not None for work in works.values())
+    wanted = any(work.request.logprobs is not None for work in works.values())
     session.stats.decode_steps += 1
-    if session.text_BS is None and not scored:
+    if session.text_BS is None and not session.logprobs:
         state, known = session.states[0], static(session, model)
         session.states[0] = state = model.module.generate(model.weights, state, **known)
         drafting = hasattr(state, "new_BT")
@@ -418,12 +422,13 @@ def generate(session: Session) -> Ahead:
             [model.weights for model in models],
             session.states,
             session.text_BS,
+            np.array(wanted) if session.logprobs else None,  # one program for all steps
             modules=tuple(model.module for model in models),
             configs=tuple(model.config for model in models),
             mesh=model.mesh,
             implementation=session.implementation,
             K=session.draft_tokens if drafting else 0,
-            likeliest=LIKELIEST if scored else None,
+            likeliest=LIKELIEST,
         )
     return Ahead(publish(new), works, drafting, bool(session.reading))
 
