@@ -1,12 +1,13 @@
 """Measures what a session gains on this machine by beginnings that are kept, by drafts, and by
 reading prompts in chunks.
 
-    python -m benchmarks.serving --model llama3 --ckpt DIR [--only prefix users drafts waits]
+    python -m benchmarks.serving --model llama3 --ckpt DIR [--only prefix users drafts differ waits]
 
 `prefix` times the first token of a prompt of 4,096 tokens that another prompt had and 64 of its
-own; with --against llama.cpp also there, which keeps the cache of its last prompt. `users` has 16
-conversations of 8 turns, on 4 slots. `drafts` decodes one text at a time, in turns with and without
-drafts. `waits` decodes three texts while a prompt of 8,192 tokens arrives. All are medians.
+own; with --against FILE.gguf also in llama.cpp, which keeps the cache of its last prompt. `users`
+has 16 conversations of 8 turns, on 4 slots. `drafts` decodes one text at a time, in turns with and
+without drafts. `differ` counts the texts that drafts change. `waits` decodes three texts while a
+prompt of 8,192 tokens arrives. All are medians.
 """
 
 import argparse
@@ -45,24 +46,32 @@ def first_token(session: Session, prompt: list[int]) -> float:
 
 
 def prefix(model: Model, args: argparse.Namespace) -> Iterator[str]:
-    """Rows of a table: the seconds to the first token, and how many tokens were not read."""
+    """Rows of a table: the seconds to the first token, and what share of reading all that is."""
     size, rng = model.config.vocab_size, np.random.default_rng(0)
     shared, rows = prompt_ids(0, SHARED, size), dict[str, list[float]]()
-    session = start_session(model, 2, 2 * SHARED, keep=2, keep_host=1.0)
+    on_device, on_host = (
+        start_session(model, 2, 2 * SHARED, **options)
+        for options in (dict(keep=2), dict(keep_host=1.0))
+    )
+
+    def own(count: int = OWN) -> list[int]:
+        return rng.integers(1, size, count).tolist()
+
     for i in range(args.rounds + 1):
-        own = [rng.integers(1, size, OWN).tolist() for _ in range(3)]
-        other = rng.integers(1, size, SHARED + OWN).tolist()
-        seconds = {"all is read": first_token(session, other)}
-        first_token(session, shared + own[0])
-        seconds["the beginning is in a slot"] = first_token(session, shared + own[1])
-        for _ in range(4):  # two slots and two kept ones are needed for something else
-            first_token(session, rng.integers(1, size, 600).tolist())
-        seconds["the beginning is in host memory"] = first_token(session, shared + own[2])
+        seconds = {"all is read": first_token(on_device, own(SHARED + OWN))}
+        first_token(on_device, shared + own())
+        seconds["the beginning is in a slot"] = first_token(on_device, shared + own())
+        first_token(on_host, shared + own())
+        for session in (on_device, on_host):
+            for _ in range(2):  # both slots are needed for something else
+                first_token(session, own(600))
+        seconds["it is kept in device memory"] = first_token(on_device, shared + own())
+        seconds["it is kept in host memory"] = first_token(on_host, shared + own())
         for what, value in seconds.items() if i else ():  # the first round compiles
             rows.setdefault(what, []).append(value)
     if args.against:
         rows |= of_llama_cpp(args, shared, rng)
-    yield "| prompt of 4,160 tokens | first token after, s | of reading all |"
+    yield "| prompt of 4,160 tokens, 4,096 of them shared | first token after, s | of reading all |"
     yield "|---|---|---|"
     for what, values in rows.items():
         whole = rows["llama.cpp, all is read" if "llama.cpp" in what else "all is read"]
@@ -90,9 +99,9 @@ def users(model: Model, args: argparse.Namespace) -> Iterator[str]:
     yield f"| {USERS} users, {TURNS} turns, 4 slots | prompt tokens read | of all | seconds |"
     yield "|---|---|---|---|"
     for what, options in {
-        "nothing kept": dict(keep=0),
+        "nothing kept": dict(),
         "12 kept slots": dict(keep=12),
-        "host memory": dict(keep=0, keep_host=4.0),
+        "host memory": dict(keep_host=4.0),
     }.items():
         session = start_session(model, 4, 1024, reuse_multiple=1, **options)
         for seed in (1, 2):  # the first time compiles
@@ -153,6 +162,19 @@ def drafts(model: Model, args: argparse.Namespace) -> Iterator[str]:
             yield f"| {what} | {name} | {median(values):.1f} | {gain:.2f} | {per_step[name]:.2f} |"
 
 
+def differ(model: Model, args: argparse.Namespace) -> Iterator[str]:
+    """Rows of a table: how many of 32 greedy texts of 64 tokens are not those without drafts."""
+    size = model.config.vocab_size
+    requests = [Request(prompt_ids(i, 48, size), 64) for i in range(32)]
+    texts = []
+    for draft in (None, "lookup"):
+        texts.append([list[int]() for _ in requests])
+        for event in serve(start_session(model, 8, 128, draft=draft), requests):
+            texts[-1][event.request].append(event.token)
+    changed = sum(a != b for a, b in zip(*texts, strict=True))
+    yield f"| {args.dtype} | {changed} of {len(requests)} texts differ with drafts |"
+
+
 def waits(model: Model, args: argparse.Namespace) -> Iterator[str]:
     """Rows of a table: the seconds between two tokens of a text that runs."""
     size, capacity = model.config.vocab_size, model.config.max_position_embeddings
@@ -174,7 +196,7 @@ def waits(model: Model, args: argparse.Namespace) -> Iterator[str]:
     yield from rows
 
 
-MEASURES = dict(prefix=prefix, users=users, drafts=drafts, waits=waits)
+MEASURES = dict(prefix=prefix, users=users, drafts=drafts, differ=differ, waits=waits)
 
 
 def main() -> None:

@@ -326,16 +326,17 @@ def describe_prompts(session: Session) -> None:
     """Writes to the states of the prompts what is known of those that are being read."""
     works = [session.reading.get(row) for row in range(session.rows)]
     requests = [work.request if work else NO_REQUEST for work in works]
-    columns = zip(*(request.sampling for request in requests), strict=True)
-    params = sampling_params(session.rows, *map(list, columns))
-    sharding = NamedSharding(session.model.mesh, P(DATA))
-    session.prompts = [
-        state._replace(
-            length_B=per_shard(session, [work.cached if work else 0 for work in works]),
-            sampling=jax.device_put(params, sharding, may_alias=False),  # each is donated
+    columns = [*zip(*(request.sampling for request in requests), strict=True)]
+    cached = [work.cached if work else 0 for work in works]
+
+    def known() -> dict[str, Any]:  # arrays of its own for each state, as states are donated
+        params = sampling_params(session.rows, *map(list, columns))
+        return dict(
+            length_B=per_shard(session, cached),
+            sampling=jax.device_put(params, NamedSharding(session.model.mesh, P(DATA))),
         )
-        for state in session.prompts
-    ]
+
+    session.prompts = [state._replace(**known()) for state in session.prompts]
 
 
 class Chunk(NamedTuple):
