@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from common.kernels.dispatch import AUTO, Impl
@@ -225,13 +226,8 @@ def start_session(
         implementation = Impl.BLOCKED
 
     def states(count: int) -> list[Any]:
-        shape = dict(slots=count, capacity=capacity, dtype=dtype, shards=model_shards(mesh))
-        made = []
-        for module, config, *_ in models:
-            shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), module.STATE_SPEC)
-            make = partial(module.init_state, config, **shape)
-            made.append(jax.jit(make, out_shardings=shardings)())
-        return made
+        shape: Any = dict(slots=count, capacity=capacity, dtype=dtype, mesh=mesh)
+        return [init_state(model.module, model.config, **shape) for model in models]
 
     prompts = states(rows)
     slot = sum(x.nbytes for x in jax.tree.leaves([state.cache for state in prompts])) // rows
@@ -252,6 +248,16 @@ def start_session(
         prefixes=[Prefixes() for _ in range(rows)],
         stored=[{} for _ in range(rows)],
     )
+
+
+@partial(jax.jit, static_argnames=("module", "config", "slots", "capacity", "dtype", "mesh"))
+def init_state(
+    module: ModuleType, config: Any, slots: int, capacity: int, dtype: DTypeLike, mesh: Mesh
+) -> Any:
+    """`init_state` of a model file, on the mesh."""
+    state = module.init_state(config, slots, capacity, dtype, model_shards(mesh))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), module.STATE_SPEC)
+    return jax.lax.with_sharding_constraint(state, shardings)
 
 
 def buckets(count: int) -> list[int]:
