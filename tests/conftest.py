@@ -35,8 +35,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: runs only with --all")
     config.addinivalue_line("markers", "one_in(n): without --all, one in n of its cases runs")
-    if not config.getoption("--all"):  # each program runs once, so most of the time is compiling
-        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    if "optimization_level" not in os.environ["XLA_FLAGS"]:  # most of the time is compiling:
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # each program runs once
         os.environ["XLA_FLAGS"] += (
             " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"  # a third faster
         )

@@ -74,7 +74,7 @@ def test_input_that_is_no_text_is_named(monkeypatch):
 
 
 def test_of_many_prompts_it_is_said_now_and_then_how_many_are_answered(monkeypatch, capsys):
-    replies = [converse.Reply([], [], [], None, finish) for finish in ("stop", "length", None)]
+    replies = [converse.Reply([], [], [], finish) for finish in ("stop", "length", None)]
     told = time.perf_counter()
     assert converse.note_progress(replies, told) == told and capsys.readouterr().err == ""
     monkeypatch.setattr(converse, "PROGRESS_S", 0.0)
