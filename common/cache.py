@@ -329,12 +329,12 @@ def copy_blocks(
     copies those that it holds."""
 
     def count_of(x: Array, y: Array, spec: Any, length: Array) -> Array:
-        axes = spec[2] if len(spec) > 2 else ()
-        mine = jnp.clip(length - lax.axis_index(axes) * x.shape[2], 0, y.shape[2])
-        return -(-mine // min(y.shape[2], COPY_BLOCK))
+        axes, (small, large) = spec[2] if len(spec) > 2 else (), sorted((x.shape[2], y.shape[2]))
+        mine = jnp.clip(length - lax.axis_index(axes) * large, 0, small)
+        return -(-mine // min(small, COPY_BLOCK))
 
     def copy_block(i: Array, j: Array, x: Array, y: Array) -> Array:
-        S, *rest = y.shape[2:]
+        S, rest = min(x.shape[2], y.shape[2]), x.shape[3:]
         W = min(S, COPY_BLOCK)
         # A product is known to be a multiple, so a TPU writes whole tiles.
         first = j * W if S % W == 0 else jnp.minimum(j * W, S - W)
@@ -356,12 +356,16 @@ def copy_blocks(
 
 
 @partial(jax.jit, static_argnames=("size", "spec", "mesh"))
-def slot_beginnings(cache: Any, from_R: Array, *, size: int, spec: Any, mesh: Mesh) -> Any:
-    """The first `size` positions of one slot of each data shard. Where positions are split over
-    devices: of the positions that each device holds."""
+def slot_beginnings(
+    cache: Any, from_R: Array, length_R: Array, *, size: int, spec: Any, mesh: Mesh
+) -> Any:
+    """A cache of one slot for each data shard, with the first length_R[i] positions of slot
+    from_R[i]. It has room for `size` positions; where positions are split over devices, for so many
+    on each device."""
 
-    def run(cache: Any, from_R: Array) -> Any:
-        row = lambda x: lax.dynamic_slice_in_dim(x, from_R[0], 1)
-        return jax.tree.map(lambda x: row(x)[:, :, :size], cache)
+    def run(cache: Any, from_R: Array, length_R: Array) -> Any:
+        room = jax.tree.map(lambda x: x[:1, :, :size], cache)
+        return copy_blocks(room, cache, from_R, jnp.zeros_like(from_R), length_R, spec)
 
-    return jax.shard_map(run, mesh=mesh, in_specs=(spec, P(DATA)), out_specs=spec)(cache, from_R)
+    specs = (spec, P(DATA), P(DATA))
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=spec)(cache, from_R, length_R)

@@ -138,10 +138,11 @@ def size_of(stored: Any) -> int:
 
 
 def take(session: Session, row: int, slot: int, length: int) -> Any:
-    """A copy of what a slot holds, up to the next power of two."""
+    """A copy of the first `length` positions of a slot, with room up to the next power of two."""
     size = min(session.capacity, max(COPY_BLOCK, 1 << (length - 1).bit_length()))
     caches = tuple(state.cache for state in session.states)
-    held = slot_beginnings(caches, only(session, row, slot), size=size, **session.placement)
+    at = (only(session, row, n) for n in (slot, length))
+    held = slot_beginnings(caches, *at, size=size, **session.placement)
     return jax.tree.map(partial(part_of, row=row, rows=session.rows), held)
 
 
