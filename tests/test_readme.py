@@ -17,7 +17,8 @@ from tools import topologies
 
 ROOT = Path(__file__).parent.parent
 READMES = sorted(
-    {*ROOT.glob("README.md"), *ROOT.glob("*/README.md"), *ROOT.glob("common/*/README.md")}
+    {ROOT / "README.md", ROOT / "docs" / "serving.md"}
+    | {*ROOT.glob("*/README.md"), *ROOT.glob("common/*/README.md")}
 )
 
 

@@ -97,6 +97,7 @@ class Run:
     def __init__(self, family, **options):
         self.family, self.session = family, open_session(family, **options)
         self.which, self.tokens, self.finish, self.dropped = [], [], [], set()
+        self.counts = {}
 
     def submit(self, i):
         assert submit(self.session, pool(self.family)[i]) == len(self.which)
@@ -109,7 +110,9 @@ class Run:
         self.dropped.add(number)
 
     def step(self):
-        for number, token, finish, *_ in step(self.session):
+        for event in step(self.session):
+            number, token, finish, *_ = event
+            self.counts[number] = event.counts
             assert self.finish[number] is None, "a token after the last one"
             assert number not in self.dropped, "a token of a request that was given up"
             self.tokens[number].append(token)
@@ -195,6 +198,8 @@ def test_drafts_change_no_text(family, source):
     run.end()
     stats = run.session.stats
     assert stats.drafts_right <= stats.drafts
+    told = [sum(counts) for counts in zip(*run.counts.values(), strict=True)]
+    assert told == [stats.cached_tokens, stats.drafts, stats.drafts_right]
     if source == "itself":
         assert stats.drafts_right > 0.6 * stats.drafts  # a text ends in the middle of its drafts
 

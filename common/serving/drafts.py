@@ -90,7 +90,7 @@ def draft(
     return jnp.concatenate(drafts, axis=1), state.cache
 
 
-PROBE, PERIOD = 4, 96  # the slower way is tried for PROBE of PERIOD steps
+PROBE, PERIOD = 4, 256  # the slower way is tried for PROBE of PERIOD steps
 
 
 def newest_steps() -> dict[bool, deque[tuple[float, float]]]:

@@ -23,7 +23,7 @@ from common.serving.prefixes import (
     longest,
     use,
 )
-from common.serving.session import Session, Work, describe_prompts, insert, per_shard
+from common.serving.session import Counts, Session, Work, describe_prompts, insert, per_shard
 
 AFTER = {SLOT: (KEPT, HOST), KEPT: (HOST,), HOST: ()}  # tiers
 MEMORY = {KEPT: "device", HOST: "pinned_host"}
@@ -45,7 +45,7 @@ def begin(session: Session, row: int, work: Work, place: Place, length: int) -> 
     if length:
         copy(session, row, place, length)
         use(session.prefixes[row], place)
-    work.cached, session.reading[row] = length, work
+    work.cached, work.counts, session.reading[row] = length, Counts(length), work
     session.stats.cached_tokens += length
     session.stats.prefill_tokens += len(work.tokens) - length
     describe_prompts(session)

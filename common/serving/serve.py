@@ -23,6 +23,7 @@ from common.serving.session import (
     PROMPT_CHUNK,
     Ahead,
     Chunk,
+    Counts,
     Event,
     Request,
     Session,
@@ -203,13 +204,15 @@ def add(session: Session, work: Work, new: Any, row: int) -> list[Event]:
     drafted_T = new_BT.reshape(len(new_BT), -1)[row]
     tokens, stats = drafted_T[drafted_T != NO_TOKEN].tolist(), session.stats
     if work.made:
-        stats.drafts += len(drafted_T) - 1
-        stats.drafts_right += len(tokens) - 1
+        cached, drafts, right = work.counts
+        work.counts = Counts(cached, drafts + len(drafted_T) - 1, right + len(tokens) - 1)
+        stats.drafts += work.counts.drafts - drafts
+        stats.drafts_right += work.counts.drafts_right - right
     for t, token in enumerate(tokens):
         is_first = not work.made
         work.tokens.append(token)
         stats.decode_tokens += not is_first
-        event = end_of(session, work, Event(work.number, token))
+        event = end_of(session, work, Event(work.number, token, counts=work.counts))
         if request.logprobs is not None and is_first:
             *echo, score = work.scores
             event = event._replace(score=score, echo=echo if request.echo else ())

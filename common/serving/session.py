@@ -68,6 +68,14 @@ class Score(NamedTuple):
     likeliest: list[tuple[int, float]]
 
 
+class Counts(NamedTuple):
+    """Tokens of a request that cost less than others."""
+
+    cached: int = 0  # of the prompt; not read, as they were held
+    drafts: int = 0
+    drafts_right: int = 0
+
+
 class Event(NamedTuple):
     """One new token of a request. `finish` is None if more tokens will come; else "stop", "length",
     or "invalid": the logits are NaN or infinite, and there is no token."""
@@ -79,6 +87,7 @@ class Event(NamedTuple):
     channel: str = FINAL  # of the text
     score: Score | None = None
     echo: Sequence[Score] = ()  # with the first token: of all prompt tokens but the first
+    counts: Counts = Counts()
 
 
 @dataclass
@@ -92,6 +101,7 @@ class Work:
     cached: int = 0  # how many prompt tokens are read
     ended: bool = False  # or given up
     scores: list[Score] = field(default_factory=list)  # of the prompt and of the first token
+    counts: Counts = field(default_factory=Counts)
 
     @property
     def made(self) -> int:
