@@ -113,6 +113,7 @@ class Run:
         for event in step(self.session):
             number, token, finish, *_ = event
             self.counts[number] = event.counts
+            assert event.counts.cached % self.session.reuse_multiple == 0
             assert self.finish[number] is None, "a token after the last one"
             assert number not in self.dropped, "a token of a request that was given up"
             self.tokens[number].append(token)
