@@ -24,7 +24,7 @@ from common.sharding import make_mesh
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 IMPLEMENTATIONS = ("reference", "blocked", "tpu", "auto")
-F32_RTOL = 1e-6  # of the largest number
+F32_RTOL = 1e-6  # of the largest number, for sums of up to 1,024 products
 BF16_RTOL = 0.01
 
 # ---- the formula, in float64
@@ -134,7 +134,11 @@ def run(inputs, implementation, **options):
 
 
 def bound(case):
-    return F32_RTOL if case.dtype == F32 and case.form != BF16 else BF16_RTOL
+    """The rounding of a sum grows with the root of its length, and CPUs differ in its parts: with
+    AVX2 alone, a sum of 4,128 products errs by 1.35e-6."""
+    if case.dtype == F32 and case.form != BF16:
+        return F32_RTOL * max(1, case.n_in / 1024) ** 0.5
+    return BF16_RTOL
 
 
 CASES = [
