@@ -1,6 +1,8 @@
 """Several processes on one machine, as on many hosts. They compute what one process computes,
 report errors before they load, and when one ends, all end."""
 
+import contextlib
+import http.client
 import json
 import os
 import shutil
@@ -209,6 +211,24 @@ def test_prompts_on_the_standard_input_of_process_0_reach_all(pair):
     alone = [sys.executable, "-m", "llama3.main", *options, "--prompt", "KING."]
     one = subprocess.run(alone, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
     assert record["prompt"] == "KING." and record["tokens"] == json.loads(one.stdout)["tokens"]
+
+
+@pytest.mark.full
+def test_process_0_listens_and_all_serve(pair):
+    options = ["--dtype", "float32", "--max-new-tokens", "20", "--raw", "--temperature", "0"]
+    (_, text, _), _ = ends(pair(*options, "--prompt", "ACT I."))
+    port = free_port()
+    processes = pair("--serve", f"127.0.0.1:{port}", "--dtype", "float32", "--max-len", "512")
+    while "serving" not in (told := processes[0].stderr.readline()):
+        assert told
+    body = json.dumps(dict(prompt="ACT I.", max_tokens=20, temperature=0))
+    for _ in range(2):
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, 60)) as connection:
+            connection.request("POST", "/v1/completions", body)
+            answer = json.loads(connection.getresponse().read())
+        assert answer["choices"][0]["text"] == text.removesuffix("\n")
+    processes[0].send_signal(signal.SIGTERM)
+    assert [code for code, *_ in ends(processes)] == [0, 0]
 
 
 # ---- what is wrong is said before anything is loaded

@@ -587,8 +587,9 @@ def serving_slots() -> Picture:
 def the_house() -> Picture:
     """The folders of common/, from the imports of their files. The lowest two floors are one folder
     each with kernels between them, because kernels import how a matrix is stored."""
-    words = {"command": "options, checks, output", "serving": "from prompts to text",
-             "machines": "chips, meshes, hosts", "text": "text to ids and back",
+    words = {"command": "options, checks, output", "server": "OpenAI's protocol",
+             "serving": "from prompts to text", "machines": "chips, meshes, hosts",
+             "text": "text to ids and back",
              "loading": "files to sharded arrays", "": "the words of model.py",
              "kernels": "for TPU, GPU and CPU", "forms": "forms of a matrix"}
     files: dict[str, list[str]] = {floor: [] for floor in words}

@@ -14,6 +14,7 @@ examples:
   python -m {name}.main --ckpt DIR_OR_HUB_ID --prompt "Hello"
   python -m {name}.main --ckpt DIR_OR_HUB_ID --chat --system "Answer in verse."
   python -m {name}.main --ckpt DIR_OR_HUB_ID --prompts questions.txt --json > answers.jsonl
+  python -m {name}.main --ckpt DIR_OR_HUB_ID --serve
   python -m {name}.main --ckpt DIR_OR_HUB_ID --quant int8 --kv-quant int8 --mesh expert=4,tensor=2
   python -m {name}.main --ckpt DIR_OR_HUB_ID --quant int8 --dry-run v5e:4x4 v5e:8x8
 """
@@ -153,6 +154,40 @@ def parser(name: str) -> argparse.ArgumentParser:
         metavar="S",
         help="seed of the random numbers; prompt i, counted from 0, uses (S + i) mod 2**32 "
         "(default: 0)",
+    )
+    http = ap.add_argument_group("serving (needs pip install 'folio-jax[serve]')")
+    http.add_argument(
+        "--serve",
+        nargs="?",
+        const="127.0.0.1:8000",
+        metavar="HOST:PORT",
+        help="serve the OpenAI protocol, and a page to talk to (default: 127.0.0.1:8000)",
+    )
+    http.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="refuse requests without this key (default: FOLIO_API_KEY, if that is set)",
+    )
+    http.add_argument(
+        "--queue",
+        type=int,
+        default=256,
+        metavar="N",
+        help="how many requests may wait for a slot; others are refused (default: 256)",
+    )
+    http.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that replies may still take after SIGTERM or Ctrl-C (default: 30)",
+    )
+    http.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let web pages of this origin call the server; may be given several times",
     )
     dry = ap.add_argument_group("dry run (needs no weights and no accelerator)")
     dry.add_argument(

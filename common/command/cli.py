@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ from common.machines.hosts import Group, joined, tell
 from common.machines.preflight import check_all_used, report
 from common.serving.drafts import check_fits
 from common.serving.load import Model, open_model, read_weights
+from common.serving.serve import close, step
 from common.serving.session import (
     DRAFT_TOKENS,
     PROMPT_CHUNK,
@@ -62,7 +64,7 @@ def agree(group: Group, module: ModuleType, args: argparse.Namespace) -> None:
     """Waits until all processes report the same, and takes over the prompts of process 0."""
     if args.chat:
         raise ValueError("--chat talks to one process, and here are several")
-    prompts = read_prompts(args) if group.place.process == 0 else []
+    prompts = read_prompts(args) if group.place.process == 0 and not args.serve else []
     args.prompt, args.prompts = group.agree(report(module, args), prompts), None
 
 
@@ -141,12 +143,14 @@ def plan_prompts(model: Model, args: argparse.Namespace, texts: list[str]) -> tu
     return Job(texts, requests), sizes
 
 
-def plan_chat(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
-    """Checks what a conversation needs; its prompts come later."""
-    if model.tokenizer is None or model.tokenizer.chat_template is None:
+def plan_later(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
+    """Checks what a conversation or a server needs; its prompts come later."""
+    if model.tokenizer is None:
+        raise ValueError("this needs a checkpoint with a tokenizer, and this one has none")
+    if args.chat and model.tokenizer.chat_template is None:
         raise ValueError("--chat needs a checkpoint with a chat template, and this one has none")
     need, rows = min(model.config.max_position_embeddings, 4096), model.mesh.shape[DATA]
-    sizes = sizes_for(model, args, need, rows)
+    sizes = sizes_for(model, args, need, rows if args.chat else 8)
     request = make_request(args, model.tokenizer, [0], 0)
     check_request(request, sizes.capacity, sizes.capacity)
     return Job([], []), sizes
@@ -179,7 +183,10 @@ def summary(session: Session, load_s: float) -> str:
 
 UNUSED_IN_DRY_RUN = (
     *("chat", "prompt", "prompts", "system", "profile", "distributed"),
-    *("keep", "keep_host", "stop"),
+    *("keep", "keep_host", "stop", "serve"),
+)
+UNUSED_WHEN_SERVING = (
+    *("chat", "prompt", "prompts", "system", "stop", "raw", "json", "show_analysis"),
 )
 OF_DRY_RUN = ("layers", "implementation", "hlo")
 
@@ -190,6 +197,9 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(
             "--chat reads standard input, so give no --json, --raw, --prompt or --prompts"
         )
+    wrong = [name for name in UNUSED_WHEN_SERVING if getattr(args, name)]
+    if args.serve and wrong:
+        raise ValueError(f"--{wrong[0].replace('_', '-')} does not go with --serve")
     wrong = [name for name in UNUSED_IN_DRY_RUN if getattr(args, name)]
     if args.dry_run and wrong:
         raise ValueError(f"--{wrong[0]} does not go with --dry-run, which generates nothing")
@@ -211,6 +221,30 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
     if not 0 <= args.seed < 2**32:
         raise ValueError(f"--seed {args.seed} is not in [0, 2**32)")
+
+
+def open_listener(args: argparse.Namespace) -> socket.socket:
+    """Listens where --serve says. ValueError if that cannot be."""
+    try:
+        from common.server.http import listen  # an extra, and only this needs it
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--serve needs pip install 'folio-jax[serve]' ({error})") from None
+    return listen(args.serve)
+
+
+def answer_calls(
+    session: Session, args: argparse.Namespace, listener: socket.socket | None
+) -> bool:
+    """Serves until it is told to end. Process 0 listens, and the others follow."""
+    if listener is not None:
+        from common.server.http import serve_http
+
+        serve_http(session, args, listener)
+        close(session)
+        step(session)
+    while not session.closed:
+        step(session)
+    return False
 
 
 def check_profile(args: argparse.Namespace) -> None:
@@ -313,15 +347,16 @@ def run(
     if group:
         agree(group, module, args)
     configure_jax(axes, not args.no_compile_cache, group)
-    texts = [] if args.chat else read_prompts(args)
-    model = open_from(module, args, max(1, len(texts)))
+    listener = open_listener(args) if args.serve and jax.process_index() == 0 else None
+    texts = [] if args.chat or args.serve else read_prompts(args)
+    model = open_from(module, args, len(texts) or (8 if args.serve else 1))
     check_all_used(model.mesh)
     check_analysis(model, args)
-    job, sizes = plan_chat(model, args) if args.chat else plan_prompts(model, args, texts)
+    job, sizes = plan_prompts(model, args, texts) if texts else plan_later(model, args)
     cache = cache_dtype(model.dtype, model.on_cpu, args.kv_quant)
     check_memory(model, sizes.slots + args.keep, sizes.capacity, dtype=cache)
     smaller = open_draft(module, args, model)
-    if args.slots is not None:
+    if args.slots is not None and not args.serve:
         note_slots(sizes, max(1, len(texts)), model.mesh.shape[DATA])
     began = time.perf_counter()
     model = read_weights(model, progress_bar(sys.stderr), args.seed, args.allow_nonfinite)
@@ -337,10 +372,13 @@ def run(
         reuse_multiple=1 if args.chat else PROMPT_CHUNK,
         draft=smaller,
         draft_tokens=args.draft_tokens or DRAFT_TOKENS,
+        logprobs=bool(args.serve),
     )
-    answer: Any = converse if args.chat else answer_prompts
     with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
-        interrupted = answer(session, args, job, write)
+        if args.serve:
+            interrupted = answer_calls(session, args, listener)
+        else:
+            interrupted = (converse if args.chat else answer_prompts)(session, args, job, write)
     if args.profile:
         note_profile(args.profile)
     sys.stderr.write(f"[{summary(session, load_s)}]\n")

@@ -1,0 +1,1 @@
+"""A session over HTTP, in the OpenAI protocol."""

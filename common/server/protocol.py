@@ -1,0 +1,312 @@
+"""The OpenAI protocol: a body of JSON becomes requests, and their events become its answer.
+
+https://platform.openai.com/docs/api-reference; FIELDS has what is understood of it, and two fields
+of the engine beside it, top_k and min_p.
+"""
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+from common.sampling import INVALID
+from common.serving.session import (
+    LIKELIEST,
+    Counts,
+    Event,
+    Request,
+    Score,
+    Session,
+    check_request,
+)
+from common.text.harmony import FINAL
+from common.text.tokenizer import Tokenizer, decode, encode, encode_chat
+
+
+class Refused(ValueError):
+    """Why something is not served, in one sentence; and the field that is to blame."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.param, self.status = param, status
+
+
+def error_object(error: Exception) -> dict[str, Any]:
+    status, param = getattr(error, "status", 500), getattr(error, "param", None)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": dict(message=str(error), type=kind, param=param, code=status)}
+
+
+class Kind(NamedTuple):
+    """What a field may hold."""
+
+    name: str
+    holds: Callable[[Any], bool]
+
+
+def number(low: float, high: float) -> Kind:
+    holds = lambda x: type(x) in (int, float) and low <= x <= high
+    return Kind(f"a number from {low:g} to {high:g}", holds)
+
+
+def integer(low: int, high: int) -> Kind:
+    return Kind(f"an integer from {low} to {high}", lambda x: type(x) is int and low <= x <= high)
+
+
+def all_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, list) and len(x) > 0 and all(map(holds, x))
+
+
+is_text, is_object = lambda x: isinstance(x, str), lambda x: isinstance(x, dict)
+are_ids, are_texts = all_of(lambda x: type(x) is int), all_of(is_text)
+TEXT, FLAG = Kind("a text", is_text), Kind("true or false", lambda x: isinstance(x, bool))
+TEXTS = Kind("a text or a list of texts", lambda x: is_text(x) or are_texts(x))
+PROMPT = Kind(
+    "a text, a list of texts, a list of ids, or a list of lists of ids",
+    lambda x: TEXTS.holds(x) or are_ids(x) or all_of(are_ids)(x),
+)
+COUNT, SCORES, SHARE = integer(0, 2**31 - 1), integer(0, LIKELIEST), number(0, 1)
+BOTH = dict(
+    model=TEXT, stream=FLAG, stream_options=Kind("an object", is_object), max_tokens=COUNT,
+    n=integer(1, 32), temperature=number(0, 2), top_p=SHARE, top_k=COUNT, min_p=SHARE,
+    seed=integer(-(2**63), 2**63 - 1), stop=TEXTS, user=TEXT,
+)  # fmt: skip
+MESSAGES = Kind("a list of messages", all_of(is_object))
+FIELDS: dict[str, dict[str, Kind]] = dict(
+    chat=dict(
+        messages=MESSAGES, max_completion_tokens=COUNT, logprobs=FLAG, top_logprobs=SCORES, **BOTH
+    ),
+    text=dict(prompt=PROMPT, logprobs=SCORES, echo=FLAG, **BOTH),
+)
+# What is not supported, and the value, beside null, with which it asks for nothing.
+UNSUPPORTED: dict[str, Any] = dict(
+    tools=[], tool_choice="none", parallel_tool_calls=True, functions=[], function_call="none",
+    response_format={"type": "text"}, frequency_penalty=0, presence_penalty=0, logit_bias={},
+    best_of=1, suffix="", modalities=["text"], audio={}, prediction={}, store=False, metadata={},
+    service_tier="auto", reasoning_effort=None, verbosity=None, web_search_options=None,
+)  # fmt: skip
+
+
+def read_json(data: bytes) -> Any:
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not a number of JSON")
+
+    try:
+        body = json.loads(data, parse_constant=refuse)
+        json.dumps(body, ensure_ascii=False).encode()  # no half of a surrogate pair
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON: {str(error)[:200]}") from None
+    return body
+
+
+def fields_of(kind: str, body: Any) -> dict[str, Any]:
+    """Returns the fields that are set. Refused if one is not understood."""
+    if not is_object(body):
+        raise Refused("the body is not a JSON object")
+    known, given = FIELDS[kind], {key: x for key, x in body.items() if x is not None}
+    for name, value in given.items():
+        if name in known and not known[name].holds(value):
+            raise Refused(f"{name} must be {known[name].name}", name)
+        if name not in known and name not in UNSUPPORTED:
+            raise Refused(f"there is no field {name[:80]!r}", name[:80])
+        if name not in known and value != UNSUPPORTED[name]:
+            raise Refused(f"{name} is not supported", name)
+    if (needed := "messages" if kind == "chat" else "prompt") not in given:
+        raise Refused(f"{needed} is missing", needed)
+    if set(given.get("stream_options", {})) - {"include_usage"}:
+        raise Refused("stream_options has include_usage alone", "stream_options")
+    return given
+
+
+def plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is one text. Refused if it has anything else."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("system", "developer", "user", "assistant"):
+        raise Refused("a role must be system, developer, user or assistant", "messages")
+    if wrong := {k for k, x in message.items() if x is not None} - {"role", "content", "name"}:
+        raise Refused(f"{min(wrong)[:80]} is not supported in a message", "messages")
+    parts: Any = [dict(type="text", text=content)] if is_text(content) else content
+    if not all_of(is_object)(parts) or any(
+        part.get("type") != "text" or not is_text(part.get("text")) for part in parts
+    ):
+        raise Refused("the content of a message must be text", "messages")
+    return {"role": role, "content": "".join(part["text"] for part in parts)}
+
+
+def prompts_of(session: Session, kind: str, given: dict[str, Any]) -> list[list[int]]:
+    """Encodes what is asked. A text that cannot fit is refused at once, as encoding takes long."""
+    tok, config = session.model.tokenizer, session.model.config
+    assert tok is not None
+    longest = session.capacity * max(map(len, tok.backend.get_vocab()))
+    if kind == "chat":
+        texts: Any = [[plain(message) for message in given["messages"]]]
+        sizes = [sum(len(message["content"]) for message in texts[0])]
+    else:
+        texts = given["prompt"]
+        texts = [texts] if is_text(texts) or are_ids(texts) else texts
+        sizes = [len(text) for text in texts]
+    if max(sizes) > longest:
+        raise Refused(f"the prompt has more tokens than the cache's {session.capacity}")
+    try:
+        ids = [
+            encode_chat(tok, x) if kind == "chat" else encode(tok, x) if is_text(x) else x
+            for x in texts
+        ]
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    if not all(0 <= i < config.vocab_size for prompt in ids for i in prompt):
+        raise Refused(f"the prompt has an id that is not in [0, {config.vocab_size})", "prompt")
+    return ids
+
+
+class Asked(NamedTuple):
+    """What one HTTP request asks for."""
+
+    kind: str  # "chat" or "text"
+    requests: list[Request]  # n for each prompt, side by side
+    n: int
+    echo: bool
+    only_echo: bool  # nothing is to follow the prompt
+    stream: bool
+    usage: bool  # whether it comes at the end of a stream
+
+
+def ask(session: Session, name: str, kind: str, body: Any) -> Asked:
+    """Reads a request. Refused if it cannot be served."""
+    given, tok, config = fields_of(kind, body), session.model.tokenizer, session.model.config
+    assert tok is not None
+    if given.get("model", name) != name:
+        raise Refused(f"the model here is {name}", "model", 404)
+    get, echo, n = given.get, given.get("echo", False), given.get("n", 1)
+    wanted = (
+        get("logprobs") if kind == "text" else get("top_logprobs", 0) if get("logprobs") else None
+    )
+    if get("top_logprobs") is not None and wanted is None:
+        raise Refused("top_logprobs goes with logprobs", "top_logprobs")
+    requests, most = list[Request](), get("max_completion_tokens", get("max_tokens"))
+    if most == 0 and not echo:
+        raise Refused("max_tokens must be at least 1, but for echo", "max_tokens")
+    for ids in prompts_of(session, kind, given):
+        room = session.capacity + 1 - len(ids) if kind == "chat" else 16
+        request = Request(
+            ids,
+            max(1, room if most is None else most),
+            *(get("temperature", 1.0), get("top_k", 0), get("top_p", 1.0), get("min_p", 0.0)),
+            stop_ids=tok.stop_ids,
+            stop=[get("stop", [])] if is_text(get("stop")) else get("stop", []),
+            is_chat=kind == "chat",
+            logprobs=wanted,
+            echo=echo and wanted is not None,
+        )
+        try:
+            check_request(request, session.capacity, config.max_position_embeddings)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        seed = get("seed", secrets.randbits(32))
+        requests += [request._replace(seed=(seed + i) % 2**32) for i in range(n)]
+    options = get("stream_options", {})
+    usage = bool(options.get("include_usage"))
+    return Asked(kind, requests, n, echo, most == 0, get("stream", False), usage)
+
+
+# ---- answers
+
+
+@dataclass
+class Choice:
+    """One reply, as far as it is not told yet."""
+
+    request: Request
+    index: int
+    content: str = ""
+    reasoning: str = ""
+    scores: list[tuple[int, Score | None]] = field(default_factory=list)  # with the token's id
+    finish: str | None = None
+    offset: int = 0  # characters of all scored tokens that were told
+    count: int = 0  # tokens
+    counts: Counts = field(default_factory=Counts)
+
+
+def add(asked: Asked, choice: Choice, tok: Tokenizer, event: Event) -> None:
+    """Adds a token; before the first one the prompt, if that is wanted. Refused if there is no
+    token."""
+    if event.token == INVALID:
+        raise Refused("the model's logits are NaN or infinite", status=500)
+    if asked.echo and not choice.count:
+        choice.content += decode(tok, choice.request.prompt)
+        if event.score:
+            choice.scores += zip(choice.request.prompt, [None, *event.echo], strict=True)
+    choice.finish, choice.counts = event.finish, event.counts
+    if not asked.only_echo:
+        choice.count += 1
+        choice.content += event.text if event.channel == FINAL else ""
+        choice.reasoning += event.text if event.channel != FINAL else ""
+        choice.scores += [(event.token, event.score)] if event.score else []
+
+
+def tell(asked: Asked, choice: Choice, tok: Tokenizer) -> dict[str, Any]:
+    """Returns what is new of a reply, as a choice of the protocol."""
+    told: dict[str, Any] = dict(index=choice.index, finish_reason=choice.finish, logprobs=None)
+    if asked.kind == "text":
+        told["text"] = choice.content
+        if choice.scores:
+            told["logprobs"] = scores_of_text(choice, tok)
+    else:
+        message = dict(role="assistant", content=choice.content)
+        message |= dict(reasoning_content=choice.reasoning) if choice.reasoning else {}
+        told["delta" if asked.stream else "message"] = message
+        if choice.scores:
+            told["logprobs"] = dict(content=[score_of_chat(tok, *x) for x in choice.scores])
+    choice.content, choice.reasoning, choice.scores = "", "", []
+    return told
+
+
+def name_of(tok: Tokenizer, token: int) -> str:
+    """The text of a token; or its name, if it holds a part of a character."""
+    text = decode(tok, [token], keep_special=True)
+    return str(tok.backend.id_to_token(token)) if "\ufffd" in text else text
+
+
+def scores_of_text(choice: Choice, tok: Tokenizer) -> dict[str, list[Any]]:
+    names, offsets = [name_of(tok, token) for token, _ in choice.scores], list[int]()
+    for name in names:
+        offsets.append(choice.offset)
+        choice.offset += len(name)
+    return dict(
+        tokens=names,
+        token_logprobs=[score and score.logprob for _, score in choice.scores],
+        top_logprobs=[
+            score and {name_of(tok, i): x for i, x in [*score.likeliest, (token, score.logprob)]}
+            for token, score in choice.scores
+        ],
+        text_offset=offsets,
+    )
+
+
+def score_of_chat(tok: Tokenizer, token: int, score: Any) -> dict[str, Any]:
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        name = name_of(tok, token)
+        return dict(token=name, logprob=logprob, bytes=list(name.encode()))
+
+    return one(token, score.logprob) | dict(top_logprobs=[one(*x) for x in score.likeliest])
+
+
+def usage_of(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
+    prompt = sum(len(choice.request.prompt) for choice in choices[:: asked.n])
+    reply = sum(choice.count for choice in choices)
+    cached, drafts, right = (sum(x) for x in zip(*(c.counts for c in choices), strict=True))
+    return dict(
+        prompt_tokens=prompt,
+        completion_tokens=reply,
+        total_tokens=prompt + reply,
+        prompt_tokens_details=dict(cached_tokens=cached),
+        completion_tokens_details=dict(
+            accepted_prediction_tokens=right, rejected_prediction_tokens=drafts - right
+        ),
+    )
+
+
+def envelope(asked: Asked, **more: Any) -> dict[str, Any]:
+    kind = "text_completion" if asked.kind == "text" else "chat.completion"
+    return dict(object=kind + ".chunk" * (asked.stream and asked.kind == "chat"), **more)

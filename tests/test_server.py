@@ -1,0 +1,511 @@
+"""The server: what the protocol's own clients get from it, what it refuses, and what happens when
+things go wrong. Each test starts real processes."""
+
+import asyncio
+import contextlib
+import functools
+import http.client
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from engine import ENVIRONMENT, ROOT
+
+from common.server.protocol import FIELDS, UNSUPPORTED
+from common.serving.load import load
+from common.serving.serve import complete, serve
+from common.serving.session import Request, start_session
+from common.text.tokenizer import decode, encode, encode_chat, load_tokenizer
+from llama3 import model as llama3
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+PROMPT = "ACT I.\n\n"
+
+
+class Server:
+    """A server in a process of its own. `code` runs before it starts."""
+
+    def __init__(self, *options, code=""):
+        argv = ["--serve", "127.0.0.1:0", "--dtype", "float32", "--max-len", "512", *options]
+        start = "from common.command.cli import main\nfrom llama3 import model\n"
+        code = f"{start}{code}\nmain(model, {argv!r})"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        told = self.process.stderr.readline()
+        while "serving" not in told:
+            assert told, "the server did not start"
+            told = self.process.stderr.readline()
+        self.port = int(re.search(r"http://127.0.0.1:(\d+)", told)[1])
+
+    def call(self, method, path, body=None, **headers):
+        """Returns the status, the headers, and the body."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, 120)) as http_:
+            data = body if isinstance(body, bytes | None) else json.dumps(body)
+            http_.request(method, path, data, {k.replace("_", "-"): x for k, x in headers.items()})
+            answer = http_.getresponse()
+            return answer.status, answer.headers, answer.read().decode()
+
+    def post(self, path="/v1/completions", **body):
+        status, _, answer = self.call("POST", path, {"temperature": 0, **body})
+        return status, json.loads(answer)
+
+    def metric(self, name):
+        return float(re.search(rf"^folio_{name} (.*)$", self.call("GET", "/metrics")[2], re.M)[1])
+
+    def is_idle(self):
+        return not self.metric("running_requests") + self.metric("open_requests")
+
+    def client(self, kind=openai.OpenAI, key="any"):
+        return kind(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0)
+
+    def end(self, number=signal.SIGTERM):
+        """Returns the exit code, and what is on stderr."""
+        self.process.send_signal(number)
+        return self.process.wait(60), self.process.stderr.read()
+
+
+@contextlib.contextmanager
+def running(*options, **given):
+    server = Server(*options, **given)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+        server.process.stderr.close()
+
+
+def within(seconds, condition):
+    """Whether a condition holds before long."""
+    end = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return holds
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """The embedded model, with a chat template."""
+    directory = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(ROOT / "llama3" / "embedded", directory)
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATE}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(chat_model):
+    with running("--ckpt", str(chat_model), "--slots", "4") as server:
+        yield server
+
+
+@functools.cache
+def model():
+    return load(llama3, dtype="float32")
+
+
+# ---- clients
+
+
+def test_a_text_is_that_of_the_engine_streamed_or_whole(server):
+    (want,) = complete(model(), [PROMPT], 40)
+    client = server.client()
+    name = client.models.list().data[0].id
+    ask = functools.partial(client.completions.create, model=name, max_tokens=40, temperature=0)
+    assert ask(prompt=PROMPT).choices[0].text == want
+    ids = encode(model().tokenizer, PROMPT)
+    assert [c.text for c in ask(prompt=[ids, ids]).choices] == [want, want]
+    pieces = [chunk.choices[0] for chunk in ask(prompt=PROMPT, stream=True)]
+    assert "".join(piece.text for piece in pieces) == want
+    assert [piece.finish_reason for piece in pieces[-2:]] == [None, "length"]
+    echoed = ask(prompt=[PROMPT], echo=True).choices[0].text
+    assert echoed == PROMPT + want
+    assert ask(prompt=PROMPT, stop=[want[10:14]]).choices[0].text == want[: want.index(want[10:14])]
+
+
+def test_a_conversation_goes_through_the_template(server, chat_model):
+    client, message = server.client(), dict(role="user", content="Who is there?")
+    ask = functools.partial(
+        client.chat.completions.create,
+        **dict(model=client.models.list().data[0].id, temperature=0, max_completion_tokens=24),
+    )
+    (want,) = complete(model(), [encode_chat(load_tokenizer(chat_model), [message])], 24)
+    whole = ask(messages=[message])
+    assert whole.choices[0].message.content == want
+    assert whole.usage.completion_tokens == 24
+    options = dict(stream=True, stream_options=dict(include_usage=True))
+    *chunks, last = ask(messages=[message], **options)
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == want
+    assert last.usage.total_tokens == whole.usage.total_tokens and not last.choices
+    parts = [dict(type="text", text="Who is "), dict(type="text", text="there?")]
+    assert ask(messages=[dict(role="user", content=parts)]).choices[0].message.content == want
+
+
+def test_seeds_and_n(server):
+    ask = functools.partial(server.post, prompt=[PROMPT, "Enter "], temperature=1, n=3, seed=7)
+    texts = [[choice["text"] for choice in ask()[1]["choices"]] for _ in range(2)]
+    assert texts[0] == texts[1] and len(set(texts[0])) == len(texts[0]) == 6
+    alone = server.post(prompt="Enter ", temperature=1, seed=8)[1]["choices"][0]["text"]
+    assert alone == texts[0][4]
+
+
+def test_log_probabilities_are_those_of_the_engine(server):
+    ids = encode(model().tokenizer, PROMPT + "Enter the")
+    session = start_session(model(), 4, 512, logprobs=True)
+    events = list(serve(session, [Request(ids, 5, logprobs=2, echo=True)]))
+    want = [*events[0].echo, *(event.score for event in events)]
+    _, answer = server.post(prompt=ids, max_tokens=5, logprobs=2, echo=True)
+    got = answer["choices"][0]["logprobs"]
+    assert got["token_logprobs"][0] is None and got["top_logprobs"][0] is None
+    assert got["token_logprobs"][1:] == pytest.approx([score.logprob for score in want], abs=1e-4)
+    assert [max(top.values()) for top in got["top_logprobs"][1:]] == pytest.approx(
+        [score.likeliest[0][1] for score in want], abs=1e-4
+    )
+    assert "".join(got["tokens"][1:]) == answer["choices"][0]["text"]  # without <|begin_of_text|>
+    assert got["text_offset"] == [len("".join(got["tokens"][:i])) for i in range(len(ids) + 5)]
+    client = server.client()
+    told = client.chat.completions.create(
+        model=client.models.list().data[0].id,
+        messages=[dict(role="user", content="Who?")],
+        **dict(max_tokens=3, temperature=0, logprobs=True, top_logprobs=4),
+    )
+    content = told.choices[0].logprobs.content
+    assert "".join(x.token for x in content) == told.choices[0].message.content
+    assert all(x.logprob == x.top_logprobs[0].logprob for x in content)
+    _, only = server.post(prompt=ids, max_tokens=0, logprobs=0, echo=True)
+    assert len(only["choices"][0]["logprobs"]["tokens"]) == len(ids)
+    assert only["usage"]["completion_tokens"] == 0
+
+
+def test_what_was_cached_is_told(chat_model):
+    code = "from common.command import cli\ncli.PROMPT_CHUNK = 64"
+    with running("--ckpt", str(chat_model), "--draft", "lookup", code=code) as server:
+        ids = [1 + i % 90 for i in range(200)]
+        first = server.post(prompt=ids, max_tokens=20)[1]["usage"]
+        again = server.post(prompt=ids, max_tokens=20)[1]["usage"]
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["prompt_tokens_details"]["cached_tokens"] == 192
+    assert sum(again["completion_tokens_details"].values()) > 0
+
+
+def test_a_client_that_cancels_frees_its_slot(server):
+    async def leave():
+        client = server.client(openai.AsyncOpenAI)
+        name = (await client.models.list()).data[0].id
+        ask = functools.partial(client.completions.create, model=name, max_tokens=500)
+        stream = await ask(prompt=PROMPT, stream=True, temperature=0)
+        async for _ in stream:
+            break
+        await stream.close()
+        whole = asyncio.ensure_future(ask(prompt=PROMPT, n=4))
+        await asyncio.sleep(0.1)
+        whole.cancel()
+        await client.close()
+
+    asyncio.run(leave())
+    before = server.metric("decode_tokens_total")
+    assert within(10, server.is_idle)
+    assert server.metric("decode_tokens_total") - before < 1000
+
+
+def test_many_clients_get_the_texts_that_they_get_alone(server, request):
+    """Some of them go away."""
+    count = 2000 if request.config.getoption("--all") else 100
+    tok, rng = model().tokenizer, random.Random(5)
+    events = serve(start_session(model(), 4, 512), [Request(encode(tok, PROMPT), 60)])
+    tokens = [event.token for event in events]
+
+    def client(i):
+        body = dict(prompt=PROMPT, max_tokens=1 + i % 60, temperature=0, stream=i % 3 == 0)
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, 300)) as http_:
+            http_.request("POST", "/v1/completions", json.dumps(body))
+            if i % 7 == 0:
+                return time.sleep(rng.random() / 10)
+            answer = http_.getresponse().read().decode()
+        if i % 3:
+            text = json.loads(answer)["choices"][0]["text"]
+        else:
+            lines = [x[6:] for x in answer.split("\n\n") if x.startswith("data: {")]
+            text = "".join(json.loads(x)["choices"][0]["text"] for x in lines)
+        assert text == decode(tok, tokens[: 1 + i % 60])
+
+    with ThreadPoolExecutor(64) as pool:
+        list(pool.map(client, range(count)))
+    assert within(10, server.is_idle)
+
+
+# ---- what is refused
+
+
+LONG = "x" * 10_000_000
+BAD = [
+    (dict(prompt="a", temperature="hot"), "temperature must be a number from 0 to 2"),
+    (dict(prompt="a", temperature=2.5), "temperature must be a number from 0 to 2"),
+    (dict(prompt="a", top_p=0), "top_p"),
+    (dict(prompt="a", n=0), "n must be an integer from 1 to 32"),
+    (dict(prompt="a", max_tokens=0), "max_tokens must be at least 1, but for echo"),
+    (dict(prompt="a", max_tokens=True), "max_tokens must be an integer"),
+    (dict(prompt="a", logprobs=21), "logprobs must be an integer from 0 to 20"),
+    (dict(prompt="a", stop=[1]), "stop must be a text or a list of texts"),
+    (dict(prompt="a", colour="red"), "there is no field 'colour'"),
+    (dict(prompt="a", stream_options=dict(x=1)), "stream_options has include_usage alone"),
+    (dict(prompt=[]), "prompt must be a text, a list of texts, a list of ids, or a list of lists"),
+    (dict(prompt=[10**9]), "the prompt has an id that is not in"),
+    (dict(prompt=[-1]), "the prompt has an id that is not in"),
+    (dict(prompt="word " * 3000), "the cache's 512"),
+    (dict(prompt=LONG), "the prompt has more tokens than the cache's 512"),
+    (dict(max_tokens=1), "prompt is missing"),
+    ([1], "the body is not a JSON object"),
+    (b"{", "the body is not JSON"),
+    (b'{"prompt": "a", "temperature": NaN}', "NaN is not a number of JSON"),
+    (b'{"prompt": "a", "temperature": 1e999}', "temperature must be a number from 0 to 2"),
+    (b'{"prompt": "\\ud800"}', "the body is not JSON"),
+    (b"[" * 100_000, "the body is not JSON"),
+    (b"\xff", "the body is not JSON"),
+]
+
+
+@pytest.mark.parametrize("body, told", BAD, ids=lambda x: str(x)[:40])
+def test_a_wrong_request_gets_one_sentence(server, body, told):
+    status, _, answer = server.call("POST", "/v1/completions", body)
+    error = json.loads(answer)["error"]
+    assert status == error["code"] == 400
+    assert told in error["message"] and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "messages, told",
+    [
+        ([dict(role="user", content=[dict(type="image_url", image_url={})])], "must be text"),
+        ([dict(role="tool", content="4")], "a role must be"),
+        ([dict(role="assistant", content="", tool_calls=[{}])], "tool_calls is not supported"),
+        ([dict(role="user")], "must be text"),
+        ([], "messages must be a list of messages"),
+    ],
+    ids=str,
+)
+def test_a_wrong_message_gets_one_sentence(server, messages, told):
+    status, answer = server.post("/v1/chat/completions", messages=messages)
+    assert status == 400 and told in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_is_refused_by_name_unless_it_asks_for_nothing(server, kind, name):
+    path = "/v1/completions" if kind == "text" else "/v1/chat/completions"
+    given = (
+        dict(prompt=PROMPT) if kind == "text" else dict(messages=[dict(role="user", content="a")])
+    )
+    status, answer = server.post(path, **given, max_tokens=1, **{name: ["x"]})
+    assert status == 400 and answer["error"]["message"] == f"{name} is not supported"
+    assert answer["error"]["param"] == name
+    assert server.post(path, **given, max_tokens=1, **{name: UNSUPPORTED[name]})[0] == 200
+
+
+def test_the_page_says_what_is_understood():
+    rows = re.findall(r"^\| (`.*`) \| (.*) \|$", (ROOT / "docs" / "http.md").read_text(), re.M)
+    said = {what: set(re.findall("`(.*?)`", names)) for names, what in rows}
+    assert said["on both paths"] | said["for conversations"] == FIELDS["chat"].keys()
+    assert said["on both paths"] | said["for texts"] == FIELDS["text"].keys()
+    assert said["not supported"] == UNSUPPORTED.keys()
+
+
+def test_unknown_models_paths_and_methods_get_the_error_object(server):
+    status, answer = server.post(prompt="a", model="gpt-4o")
+    assert status == 404 and answer["error"]["message"].startswith("the model here is ")
+    for method, path, status in (("GET", "/v2", 404), ("GET", "/v1/completions", 405)):
+        got, _, answer = server.call(method, path)
+        assert got == json.loads(answer)["error"]["code"] == status
+
+
+def test_random_requests_never_break_it(server, request):
+    rng = random.Random(11)
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        3,
+        0.5,
+        1e308,
+        2**70,
+        "",
+        "a",
+        "\u0000",
+        [],
+        [1],
+        ["a"],
+        {},
+        [[2]],
+    ]
+    values += [{"a": None}, [{}], [dict(role="user", content="hi")], "é" * 50]
+    for _ in range(2000 if request.config.getoption("--all") else 100):
+        kind = rng.choice([*FIELDS])
+        path = "/v1/completions" if kind == "text" else "/v1/chat/completions"
+        names = rng.sample([*FIELDS[kind], *UNSUPPORTED, "x"], rng.randrange(5))
+        body = {name: rng.choice(values) for name in names} | {"max_tokens": rng.choice([1, 2, 0])}
+        body |= dict(prompt="a") if rng.random() < 0.5 else {}
+        data = json.dumps(body).encode()
+        if rng.random() < 0.2:
+            data = data[: rng.randrange(len(data))] + bytes([rng.randrange(256)])
+        status, _, answer = server.call("POST", path, data)
+        assert status in (200, 400, 404), (body, answer)
+    assert within(10, server.is_idle)
+
+
+# ---- safe by default
+
+
+def test_only_its_own_names_reach_it_while_it_is_local(server):
+    for host in (f"localhost:{server.port}", f"127.0.0.1:{server.port}"):
+        assert server.call("GET", "/health", Host=host)[0] == 200
+    for host in ("evil.example", f"evil.example:{server.port}", "localhost:1"):
+        assert server.call("GET", "/", Host=host)[0] == 403
+    assert (
+        "access-control-allow-origin" not in server.call("GET", "/health", Origin="http://a.b")[1]
+    )
+
+
+def test_who_has_no_key_is_refused(chat_model):
+    origin = "http://page.example"
+    options = "--ckpt", str(chat_model), "--api-key", "secret", "--allow-origin", origin
+    with running(*options) as server:
+        for given in ({}, dict(Authorization="Bearer secre"), dict(Authorization="secret")):
+            status, _, answer = server.call("GET", "/v1/models", **given)
+            assert status == 401 and "API key" in json.loads(answer)["error"]["message"]
+        assert server.client(key="secret").models.list().data
+        assert (
+            server.call("GET", "/health", Origin=origin)[1]["access-control-allow-origin"] == origin
+        )
+        assert server.call("GET", "/")[0] == 200
+        code, told = server.end()
+    assert code == 0 and "secret" not in told
+
+
+# ---- load and faults
+
+
+PATCH = "from common.server import http\nreal = http.step"
+
+
+def test_too_many_requests_and_too_large_ones_are_refused(chat_model):
+    options = "--ckpt", str(chat_model), "--slots", "1", "--queue", "1"
+    with running(*options, code=f"{PATCH}\nhttp.BODY = 1000") as server:
+        with ThreadPoolExecutor(2) as pool:
+            ask = functools.partial(server.post, prompt=PROMPT, max_tokens=500)
+            asked = [pool.submit(ask) for _ in range(2)]
+            assert within(30, lambda: server.metric("open_requests") == 2)
+            body = json.dumps(dict(prompt=PROMPT))
+            status, headers, answer = server.call("POST", "/v1/completions", body.encode())
+            assert (status, headers["Retry-After"]) == (429, "1") and "too many" in answer
+            assert [x.result()[0] for x in asked] == [200, 200]
+        assert server.call("POST", "/v1/completions", b" " * 1001)[0] == 413
+
+
+def test_a_client_that_does_not_read_is_dropped_and_holds_up_nobody(chat_model):
+    code = f"""{PATCH}
+import socket
+http.BACKLOG, listen = 50, http.listen
+def small(place):
+    listener = listen(place)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listener
+http.listen = small"""
+    body = dict(prompt=PROMPT, max_tokens=480, stream=True, n=4, logprobs=20)
+    with running("--ckpt", str(chat_model), code=code) as server, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", server.port))
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost:{server.port}\r\n"
+        slow.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        assert within(30, lambda: server.metric("open_requests") == 4)
+        assert server.post(prompt=PROMPT, max_tokens=5)[0] == 200
+        assert within(60, server.is_idle)
+        assert server.metric("decode_tokens_total") < 4 * 470
+
+
+@pytest.mark.parametrize("grace, wanted", [("60", 200), ("0.2", 503)])
+def test_sigterm_ends_what_runs_within_the_grace(chat_model, grace, wanted):
+    code = f"""{PATCH}
+import time
+http.step = lambda session: (time.sleep(0.02), real(session))[1]"""
+    options = "--ckpt", str(chat_model), "--grace", grace
+    with running(*options, code=code) as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.post, prompt=PROMPT, max_tokens=100)
+        assert within(30, lambda: server.metric("running_requests") == 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert within(5, lambda: server.call("GET", "/health")[0] == 503) or grace == "0.2"
+        status, answer = asked.result()
+        assert server.process.wait(60) == 0
+    assert status == wanted
+    assert wanted == 200 or answer["error"]["message"] == "the server has stopped"
+
+
+def test_a_failure_of_the_engine_reaches_every_client_and_ends_the_process(chat_model):
+    code = "from common.server import http\nreal = http.step\n"
+    code += (
+        "def fail(session):\n    assert not session.running, 'a fault'\n    return real(session)\n"
+    )
+    with running("--ckpt", str(chat_model), code=f"{code}http.step = fail") as server:
+        with ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(server.post, prompt=PROMPT, max_tokens=9) for _ in range(3)]
+            answers = [x.result() for x in asked]
+        assert server.process.wait(60) == 1
+        assert "a fault" in server.process.stderr.read()
+    assert {status for status, _ in answers} == {500}
+    assert {answer["error"]["message"] for _, answer in answers} == {"the engine has failed"}
+
+
+def test_a_reply_whose_logits_are_no_numbers_ends_alone(chat_model):
+    code = "from common.server import http\nfrom common.sampling import INVALID\nreal = http.step\n"
+    code += (
+        "def step(session):\n    spoil = lambda e: e._replace(token=INVALID, finish='invalid')\n"
+    )
+    code += (
+        "    return [spoil(e) if e.request == 0 else e for e in real(session)]\nhttp.step = step"
+    )
+    with running("--ckpt", str(chat_model), code=code) as server:
+        status, answer = server.post(prompt=PROMPT, max_tokens=5)
+        assert status == 500 and "NaN or infinite" in answer["error"]["message"]
+        assert server.post(prompt=PROMPT, max_tokens=5)[0] == 200
+
+
+def refused_start(*options, **environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "llama3.main", *options],
+        **dict(cwd=ROOT, env={**ENVIRONMENT, **environment}, text=True),
+        **dict(capture_output=True, stdin=subprocess.DEVNULL, timeout=120),
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_a_place_where_it_cannot_listen_is_named_before_anything_is_read():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert f"--serve {place}: Address already in use" in refused_start("--serve", place)
+    assert "give HOST:PORT" in refused_start("--serve", "here")
+    assert "--chat does not go with --serve" in refused_start("--serve", "--chat")
+
+
+def test_it_is_said_how_the_extra_is_installed(tmp_path):
+    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\")")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    told = refused_start("--serve", "127.0.0.1:0", PYTHONPATH=path)
+    assert "pip install 'folio-jax[serve]'" in told
