@@ -4,5 +4,5 @@ and `kept` moves them between slots and host memory. `drafts` verifies tokens th
 or a smaller model drafts. `serve` has the loop, which takes requests at any time, and `complete`,
 its shortest form. `score` computes the logits of every token of a text.
 
-Imports everything but the command line. To start, read `serve.py`.
+Imports everything but the server and the command line. To start, read `serve.py`.
 """
