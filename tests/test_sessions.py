@@ -120,8 +120,10 @@ class Run:
             self.finish[number] = finish
 
     def end(self):
+        steps = 0
         while is_busy(self.session):
             self.step()
+            assert (steps := steps + 1) < 5000, "it never ends"
         for i, tokens, finish, number in zip(
             self.which, self.tokens, self.finish, range(len(self.which)), strict=True
         ):
@@ -292,6 +294,17 @@ def test_prompts_begin_in_the_order_in_which_they_came():
         run.step()
         began += [n for n, tokens in enumerate(run.tokens) if tokens and n not in began]
     assert began == sorted(began) and len(began) == len(order)
+
+
+def test_no_slot_that_runs_is_taken():
+    """The text that was used least recently runs longest; without its slot it would never end."""
+    session, tokens = open_session("gpt2", keep=1), [0] * 7
+    for i, new in zip((1, 2, 0, 4, 1, 2, 7), (40, 3, 3, 3, 9, 3, 3), strict=True):
+        submit(session, Request(pool("gpt2")[i].prompt, new))
+    for _ in range(100):
+        for event in step(session):
+            tokens[event.request] += 1
+    assert tokens == [40, 3, 3, 3, 9, 3, 3] and not is_busy(session)
 
 
 def test_data_shards_take_turns():
