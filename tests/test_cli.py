@@ -121,18 +121,34 @@ def test_quantised_weights_and_cache_speak_too(run):
     assert len(done.stdout.strip()) > 10
 
 
+COUNTED = """
+import sys
+import jax
+from common.command.cli import main
+from llama3 import model
+
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+main(model, ["--prompt", "KING.", "--max-new-tokens", "4", "--max-len", "72", *sys.argv[1:]])
+print(*(events.count(f"/jax/compilation_cache/cache_{x}") for x in ("hits", "misses")))
+"""
+
+
 @pytest.mark.full
-def test_a_second_run_finds_its_programs_compiled(run, tmp_path):
-    """A program that it did not find would be a new file."""
-    args = ["--prompt", "KING.", "--max-new-tokens", "4", "--max-len", "72"]
+def test_a_second_run_finds_its_programs_compiled(tmp_path):
+    def hits_and_misses(*more):
+        done = subprocess.run(
+            [sys.executable, "-c", COUNTED, *more],
+            **dict(cwd=ROOT, env=ENVIRONMENT | dict(XDG_CACHE_HOME=str(tmp_path))),
+            **dict(capture_output=True, text=True, timeout=300),
+        )
+        assert done.returncode == 0, done.stderr
+        return [int(x) for x in done.stdout.split()[-2:]]
 
-    def programs(*more):
-        run(*args, *more, XDG_CACHE_HOME=str(tmp_path))
-        return {file.name for file in tmp_path.rglob("jit_*")}
-
-    assert not programs("--no-compile-cache")
-    cold = programs()
-    assert len(cold) > 2 and programs() == cold
+    assert hits_and_misses("--no-compile-cache") == [0, 0]
+    hits, misses = hits_and_misses()
+    assert hits == 0 and misses > 2
+    assert hits_and_misses() == [misses, 0]
 
 
 IMPORTED = """

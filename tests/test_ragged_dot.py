@@ -134,8 +134,8 @@ def run(inputs, implementation, **options):
 
 
 def bound(case):
-    """The rounding of a sum grows with the root of its length, and CPUs differ in its parts: with
-    AVX2 alone, a sum of 4,128 products errs by 1.35e-6."""
+    """The rounding of a sum grows with the root of its length, and CPUs differ in its parts. On one
+    with AVX2, a sum of 4,128 products erred by 1.35e-6."""
     if case.dtype == F32 and case.form != BF16:
         return F32_RTOL * max(1, case.n_in / 1024) ** 0.5
     return BF16_RTOL

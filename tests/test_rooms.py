@@ -7,16 +7,8 @@ from pathlib import Path
 import pytest
 from engine import ROOT
 
-FLOORS = (
-    "kernels",
-    "",
-    "loading",
-    "text",
-    "machines",
-    "serving",
-    "server",
-    "command",
-)  # "": common/*.py
+# From the lowest to the highest; "" is common/*.py.
+FLOORS = ("kernels", "", "loading", "text", "machines", "serving", "server", "command")
 # Kernels may import these from the floor above them: they define how a matrix is stored.
 BELOW_KERNELS = ("common.quant", "common.sharding")
 FILES = sorted((ROOT / "common").rglob("*.py"))

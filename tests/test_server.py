@@ -335,26 +335,8 @@ def test_unknown_models_paths_and_methods_get_the_error_object(server):
 
 def test_random_requests_never_break_it(server, request):
     rng = random.Random(11)
-    values = [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        3,
-        0.5,
-        1e308,
-        2**70,
-        "",
-        "a",
-        "\u0000",
-        [],
-        [1],
-        ["a"],
-        {},
-        [[2]],
-    ]
-    values += [{"a": None}, [{}], [dict(role="user", content="hi")], "é" * 50]
+    values = [None, True, -1, 0, 1, 3, 0.5, 1e308, 2**70, "", "a", "\u0000", [], [1], ["a"], {}]
+    values += [[[2]], {"a": None}, [{}], [dict(role="user", content="hi")], "é" * 50]
     for _ in range(2000 if request.config.getoption("--all") else 100):
         kind = rng.choice([*FIELDS])
         path = "/v1/completions" if kind == "text" else "/v1/chat/completions"
@@ -458,11 +440,12 @@ http.step = lambda session: (time.sleep(0.02), real(session))[1]"""
 
 
 def test_a_failure_of_the_engine_reaches_every_client_and_ends_the_process(chat_model):
-    code = "from common.server import http\nreal = http.step\n"
-    code += (
-        "def fail(session):\n    assert not session.running, 'a fault'\n    return real(session)\n"
-    )
-    with running("--ckpt", str(chat_model), code=f"{code}http.step = fail") as server:
+    code = f"""{PATCH}
+def fail(session):
+    assert not session.running, "a fault"
+    return real(session)
+http.step = fail"""
+    with running("--ckpt", str(chat_model), code=code) as server:
         with ThreadPoolExecutor(3) as pool:
             asked = [pool.submit(server.post, prompt=PROMPT, max_tokens=9) for _ in range(3)]
             answers = [x.result() for x in asked]
@@ -473,13 +456,10 @@ def test_a_failure_of_the_engine_reaches_every_client_and_ends_the_process(chat_
 
 
 def test_a_reply_whose_logits_are_no_numbers_ends_alone(chat_model):
-    code = "from common.server import http\nfrom common.sampling import INVALID\nreal = http.step\n"
-    code += (
-        "def step(session):\n    spoil = lambda e: e._replace(token=INVALID, finish='invalid')\n"
-    )
-    code += (
-        "    return [spoil(e) if e.request == 0 else e for e in real(session)]\nhttp.step = step"
-    )
+    code = f"""{PATCH}
+from common.sampling import INVALID
+spoil = lambda event: event._replace(token=INVALID, finish="invalid")
+http.step = lambda session: [e if e.request else spoil(e) for e in real(session)]"""
     with running("--ckpt", str(chat_model), code=code) as server:
         status, answer = server.post(prompt=PROMPT, max_tokens=5)
         assert status == 500 and "NaN or infinite" in answer["error"]["message"]
@@ -502,6 +482,8 @@ def test_a_place_where_it_cannot_listen_is_named_before_anything_is_read():
         assert f"--serve {place}: Address already in use" in refused_start("--serve", place)
     assert "give HOST:PORT" in refused_start("--serve", "here")
     assert "--chat does not go with --serve" in refused_start("--serve", "--chat")
+    assert "--grace must be at least 0, got nan" in refused_start("--serve", "--grace", "nan")
+    assert "--api-key goes with --serve only" in refused_start("--api-key", "x")
 
 
 def test_it_is_said_how_the_extra_is_installed(tmp_path):

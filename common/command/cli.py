@@ -145,13 +145,14 @@ def plan_prompts(model: Model, args: argparse.Namespace, texts: list[str]) -> tu
 
 def plan_later(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
     """Checks what a conversation or a server needs; its prompts come later."""
-    if model.tokenizer is None:
-        raise ValueError("this needs a checkpoint with a tokenizer, and this one has none")
-    if args.chat and model.tokenizer.chat_template is None:
+    tok = model.tokenizer
+    if args.chat and (tok is None or tok.chat_template is None):
         raise ValueError("--chat needs a checkpoint with a chat template, and this one has none")
+    if tok is None:
+        raise ValueError("--serve needs a checkpoint with a tokenizer, and this one has none")
     need, rows = min(model.config.max_position_embeddings, 4096), model.mesh.shape[DATA]
     sizes = sizes_for(model, args, need, rows if args.chat else 8)
-    request = make_request(args, model.tokenizer, [0], 0)
+    request = make_request(args, tok, [0], 0)
     check_request(request, sizes.capacity, sizes.capacity)
     return Job([], []), sizes
 
@@ -187,6 +188,7 @@ UNUSED_IN_DRY_RUN = (
 )
 UNUSED_WHEN_SERVING = (
     *("chat", "prompt", "prompts", "system", "stop", "raw", "json", "show_analysis"),
+    *("temperature", "top_k", "min_p"),  # which the requests say
 )
 OF_DRY_RUN = ("layers", "implementation", "hlo")
 
@@ -200,6 +202,9 @@ def check_options(args: argparse.Namespace) -> None:
     wrong = [name for name in UNUSED_WHEN_SERVING if getattr(args, name)]
     if args.serve and wrong:
         raise ValueError(f"--{wrong[0].replace('_', '-')} does not go with --serve")
+    wrong = [name for name in ("api_key", "allow_origin") if getattr(args, name)]
+    if wrong and not args.serve:
+        raise ValueError(f"--{wrong[0].replace('_', '-')} goes with --serve only")
     wrong = [name for name in UNUSED_IN_DRY_RUN if getattr(args, name)]
     if args.dry_run and wrong:
         raise ValueError(f"--{wrong[0]} does not go with --dry-run, which generates nothing")
@@ -210,7 +215,13 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--mesh {' '.join(args.mesh)}: only --dry-run takes several meshes")
     if args.revision is not None and args.ckpt is None:
         raise ValueError("--revision goes with a --ckpt of the hub only")
-    for name, least in (("keep", 0), ("keep_host", 0), ("draft_tokens", 1)):
+    for name, least in (
+        ("keep", 0),
+        ("keep_host", 0),
+        ("draft_tokens", 1),
+        ("queue", 0),
+        ("grace", 0),
+    ):
         if (value := getattr(args, name)) is not None and not value >= least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     if args.draft_tokens is not None and args.draft in (None, "mtp"):

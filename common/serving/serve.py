@@ -204,10 +204,10 @@ def add(session: Session, work: Work, new: Any, row: int) -> list[Event]:
     drafted_T = new_BT.reshape(len(new_BT), -1)[row]
     tokens, stats = drafted_T[drafted_T != NO_TOKEN].tolist(), session.stats
     if work.made:
-        cached, drafts, right = work.counts
-        work.counts = Counts(cached, drafts + len(drafted_T) - 1, right + len(tokens) - 1)
-        stats.drafts += work.counts.drafts - drafts
-        stats.drafts_right += work.counts.drafts_right - right
+        drafts, right = len(drafted_T) - 1, len(tokens) - 1
+        stats.drafts, stats.drafts_right = stats.drafts + drafts, stats.drafts_right + right
+        cached, earlier, earlier_right = work.counts
+        work.counts = Counts(cached, earlier + drafts, earlier_right + right)
     for t, token in enumerate(tokens):
         is_first = not work.made
         work.tokens.append(token)
