@@ -46,15 +46,15 @@ async def ask(port: int, new: int, leave: bool = False) -> tuple[float, int]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps(dict(prompt=PROMPT, max_tokens=new, temperature=0, stream=True))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
-    began, first, pieces = time.perf_counter(), 0.0, 0
+    began, first, told = time.perf_counter(), 0.0, b""
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-    async for line in reader:
-        if line.startswith(b"data: {"):
-            first, pieces = first or time.perf_counter() - began, pieces + 1
-            if leave and pieces == 2:
-                break
+    while part := await reader.read(1 << 16):
+        told += part
+        first = first or (time.perf_counter() - began if b"data: {" in told else 0.0)
+        if leave and told.count(b"data: {") >= 2:
+            break
     writer.close()
-    return first, pieces
+    return first, told.count(b"data: {")
 
 
 async def together(port: int) -> None:

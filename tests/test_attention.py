@@ -697,6 +697,7 @@ def test_a_window_or_a_chunk_has_positions(changes):
     refused(ValueError, "is not a positive number", prefill_attention, **small(**changes))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
 @pytest.mark.parametrize("attend", [ragged_decode_attention, prefill_attention])
 @pytest.mark.parametrize("name", ["k_scale_BKS", "v_scale_BKS", "q_BTNH"])

@@ -60,6 +60,7 @@ def test_generation_is_measured_at_every_point_and_against_the_floor(tmp_path):
     assert len(rounds) == 2 and all(len(r["tokens"]) == 4 + 2 for r in rounds)
 
 
+@pytest.mark.full
 def test_perplexity_of_the_embedded_model_grows_a_little_as_precision_falls(tmp_path):
     text = "KING.\nWhat is the matter, and where is he?\n\nDUKE.\nI am here, my lord.\n\n" * 20
     (tmp_path / "play.txt").write_text(text)

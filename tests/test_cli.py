@@ -10,13 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 from engine import ENVIRONMENT
 from safetensors.numpy import load_file, save_file
 
-from common.command import cli
+from common.command import cli, memory
 from common.command.arguments import parser
 from common.command.converse import read_prompts
+from common.serving.load import load
+from common.serving.session import start_session
+from common.sharding import make_mesh
 from llama3 import model
 
 ROOT = Path(__file__).parent.parent
@@ -108,6 +112,7 @@ def test_a_mesh_of_four_gives_the_same_greedy_text_as_one_device(run):
     assert run(*args, "--mesh", "data=2,expert=2").stdout == one.stdout
 
 
+@pytest.mark.full
 def test_without_a_mesh_all_devices_serve_and_the_summary_names_the_one_that_was_chosen(run):
     args = ["--prompt", "KING.", "--max-new-tokens", "8", "--max-len", "64"]
     done = run(*args, JAX_NUM_CPU_DEVICES="4")
@@ -115,6 +120,7 @@ def test_without_a_mesh_all_devices_serve_and_the_summary_names_the_one_that_was
     assert run(*args).stderr.startswith("[load ")
 
 
+@pytest.mark.full
 def test_quantised_weights_and_cache_speak_too(run):
     args = ["--prompt", "KING.", "--max-new-tokens", "24", "--max-len", "64"]
     done = run(*args, "--quant", "int8", "--kv-quant", "int8")
@@ -221,6 +227,7 @@ def test_random_weights_run_from_a_config_alone(run, tmp_path):
     assert len(records(run(*args, "--quant", "int8"))[0]["tokens"]) == 4
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_and_sigterm_end_with_what_was_generated(as_json, number):
@@ -272,6 +279,19 @@ def test_help_names_every_option_and_gives_examples(capsys):
 
 
 LONG = " ".join(["prologue"] * 400)
+
+
+def test_more_than_the_memory_of_a_device_is_refused(monkeypatch):
+    """With the weights and caches of a model that drafts."""
+    llama = load(model, dtype="float32", mesh=make_mesh())
+    cache = jax.tree.leaves(start_session(llama, 3, 256).states[0].cache)
+    need = sum(x.nbytes for x in jax.tree.leaves(llama.weights) + cache)
+    for models, room in (([llama], need), ([llama, llama], 2 * need)):
+        monkeypatch.setattr(memory, "memory_of", lambda device, room=room: room)
+        memory.check_memory(models, 3, 256, "float32")
+        monkeypatch.setattr(memory, "memory_of", lambda device, room=room: room - 1)
+        with pytest.raises(ValueError, match=r"3 slots of 256 positions .* use fewer --slots"):
+            memory.check_memory(models, 3, 256, "float32")
 
 
 @pytest.mark.parametrize(
@@ -366,6 +386,7 @@ def test_seeds_start_over_after_the_last(run):
     assert records(both)[1]["text"] == second["text"]
 
 
+@pytest.mark.full
 def test_it_is_said_that_a_slot_was_full_or_that_slots_stay_empty(run):
     """It is not said that --max-new-tokens ended a reply."""
     done = run("--prompt", "KING.", "--max-len", "9", "--slots", "3", "--max-new-tokens", "99")
@@ -387,6 +408,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 SIZES = (*SIZES, "intermediate_size", "num_key_value_heads", "max_position_embeddings")
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("size", [0, -3, 2.5, 10**12, 10**30, True, "64", None, [64]], ids=str)
 @pytest.mark.parametrize("name", SIZES)
 def test_a_config_of_impossible_sizes_gets_one_line(name, size, capsys, monkeypatch, tmp_path):
@@ -431,6 +453,7 @@ def test_no_prompt_at_all_is_an_error_for_a_checkpoint(run, instruct):
     )
 
 
+@pytest.mark.full
 def test_weights_with_nan_are_refused_and_where_they_are_allowed_replies_end_as_invalid(
     run, instruct
 ):

@@ -34,7 +34,7 @@ full = pytest.mark.full
 SPLITS = ("expert=2,tensor=2", "tensor=4", "tensor=2", "")
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.full
 @pytest.mark.parametrize("few", [0, 64], ids=["expanded", "absorbed"])
 @pytest.mark.parametrize("axes", SPLITS)
 def test_absorbed_attention_equals_expanded_attention(axes, few, monkeypatch):
@@ -198,6 +198,7 @@ def texts(opened, requests, slots, capacity=96):
 DRAWN = dict(temperature=0.9, top_k=30)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "axes, sampling",
     [

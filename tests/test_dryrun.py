@@ -426,6 +426,7 @@ def tiny_as_json():
     return run
 
 
+@pytest.mark.full
 def test_as_json_the_figures_are_numbers_and_a_floor_follows_from_them():
     run = tiny_as_json()
     chip, decode = run["chip"], run["steps"]["decode"]
@@ -451,7 +452,7 @@ def test_the_room_that_is_said_is_used_up_by_as_much():
     assert (decode["cache"] + prompt["cache"]) / run["capacity"] * 512 < free
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     "args, message",
     [
@@ -506,6 +507,7 @@ def test_a_config_that_lacks_a_number_gets_one_line(tmp_path):
     assert done.stderr == "error: config.json has no model_type, which this model needs\n"
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_shown_with_the_words_of_the_compiler():
     options = ["--ckpt", "llama3.1-70b", "--layers", "12", "--dry-run", "v5e:2x2"]
     done = command("llama3", *options, "--mesh", "tensor=1")

@@ -87,6 +87,7 @@ def test_of_many_prompts_it_is_said_now_and_then_how_many_are_answered(monkeypat
 # ---- settings
 
 
+@pytest.mark.full
 def test_settings_for_other_programs_change_nothing(shell):
     names = ("JAX_ENABLE_X64", "JAX_DISABLE_JIT")
     plain, _ = shell(ASKED)
@@ -105,6 +106,7 @@ def test_a_platform_that_is_not_there_is_one_line(shell, platform):
 # ---- the compilation cache
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("home", [None, "/dev/null/nowhere"])
 def test_without_a_home_it_runs_and_keeps_what_it_can(shell, home, tmp_path):
     # If HOME were unset, the password file would give the user's real home.
@@ -116,6 +118,7 @@ def test_without_a_home_it_runs_and_keeps_what_it_can(shell, home, tmp_path):
     assert home is None or lines[0].startswith("[compiled programs are not kept: ")
 
 
+@pytest.mark.full
 def test_a_relative_cache_home_is_ignored(shell, tmp_path):
     done, _ = shell(ASKED, XDG_CACHE_HOME="relative", HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -155,7 +158,7 @@ def programs(tmp_path_factory):
     return home, done.stdout
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.full
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_entry_is_dropped_with_one_line(shell, programs, damage):
     home, text = programs

@@ -58,6 +58,7 @@ def test_a_device_has_the_rows_of_its_experts_first_and_in_order(case):
             assert sorted(row[expert_MX == e]) == list(range(end - size, end))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_experts_that_are_split_give_the_sum_and_the_gradients_of_all(devices):
     rng = np.random.default_rng(0)

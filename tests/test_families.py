@@ -141,18 +141,21 @@ SECOND = pytest.mark.parametrize("family, variant", [(f, FAMILIES[f].precise[1])
 # ---- against transformers
 
 
+@pytest.mark.one_in(2)
 @on([*on_one_device(), *on_every_mesh()])
 def test_logits_of_a_ragged_batch_equal_those_of_transformers(family, variant, axes):
     engine = load(family, variant, axes)
     assert_golden(prompt_logits(engine), engine, atol=FAMILIES[family].atol)
 
 
+@pytest.mark.one_in(3)
 @on([*some_of(on_one_device(), 2), *all_of(on_the_widest_mesh())])
 def test_logits_token_by_token_equal_them_while_slots_come_and_go(family, variant, axes):
     engine = load(family, variant, axes)
     assert_golden(stepwise_logits(engine), engine, atol=FAMILIES[family].atol)
 
 
+@pytest.mark.one_in(3)
 @on([*some_of(on_the_widest_mesh(), 1), *all_of(on_one_device())])
 def test_greedy_continuations_equal_those_of_transformers(family, variant, axes):
     """They go through prefill in chunks, insert and generate. The prompts arrive one after the
@@ -160,6 +163,7 @@ def test_greedy_continuations_equal_those_of_transformers(family, variant, axes)
     assert_greedy(load(family, variant, axes))
 
 
+@pytest.mark.one_in(3)
 @FIRST
 def test_logits_of_a_prompt_alone_equal_those_of_transformers(family, variant):
     engine, prompt = load(family, variant), goldens(family, variant)[2]
@@ -179,6 +183,7 @@ PRECISIONS = {  # by the name of the bound: dtype, storage of the weights, cache
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "precision",
     [pytest.param(p, marks=() if p == "int8_both" else full) for p in PRECISIONS],
@@ -204,6 +209,7 @@ def test_low_precision_stays_near_float32(family, second, steps, precision):
     assert_close(np.concatenate(got), np.concatenate(want), rms=bound, what=variant)
 
 
+@pytest.mark.one_in(3)
 @SECOND
 @pytest.mark.parametrize("axes", ["", pytest.param("tensor=2", marks=full)])
 def test_transposed_weights_give_the_same_logits(family, variant, axes):
@@ -215,6 +221,7 @@ def test_transposed_weights_give_the_same_logits(family, variant, axes):
 # ---- implementations of the same computation
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "steps",
     [prompt_logits, pytest.param(stepwise_logits, marks=full)],
@@ -228,6 +235,7 @@ def test_the_reference_gives_the_golden_logits(family, variant, steps):
     assert_golden(got, engine, atol=FAMILIES[family].atol)
 
 
+@pytest.mark.one_in(3)
 @SECOND
 def test_the_tpu_kernels_give_the_golden_logits(family, variant):
     """They are interpreted, token by token. The cache has 128 positions, the fewest that the
@@ -239,6 +247,7 @@ def test_the_tpu_kernels_give_the_golden_logits(family, variant):
 # ---- memory
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "dtype", [jnp.int8, pytest.param(jnp.float32, marks=full)], ids=["int8", "f32"]
 )
@@ -266,6 +275,7 @@ def test_a_full_slot_and_an_empty_one_stay_as_they_are(family, variant):
         np.testing.assert_array_equal(new[:2], old[:2])
 
 
+@pytest.mark.one_in(3)
 @SECOND
 def test_a_step_computes_the_angles_of_its_positions_once(family, variant):
     """Otherwise XLA on CPU would fuse them into the rotations, and compute them in every layer.
@@ -332,6 +342,7 @@ def test_more_devices_than_heads_are_refused_with_both_numbers(family, variant):
         model.weight_layout(config, Shards(tensor=heads + 1))
 
 
+@pytest.mark.one_in(3)
 @FIRST
 def test_padding_of_the_vocabulary_is_never_sampled(family, variant):
     assert_padding_never_sampled(load(family, variant, "tensor=4"))

@@ -244,6 +244,7 @@ def refused(processes):
     return [errors.splitlines() for *_, errors in out]
 
 
+@pytest.mark.full
 def test_a_process_that_does_not_come_is_named_within_the_time_given(start):
     where = ["--coordinator", f"127.0.0.1:{free_port()}", "--join-timeout", "5"]
     command = ["-m", "llama3.main", *where, "--process"]

@@ -106,6 +106,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family, variant, axes, storage", CASES)
 def test_the_rule_counts_what_the_compiled_step_has_and_sends(family, variant, axes, storage):
     model, config = model_of(family), config_of(family, variant)

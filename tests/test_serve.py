@@ -77,7 +77,7 @@ def test_a_sampled_text_depends_on_seed_and_prompt_alone(session):
     assert sum(a != b for a, b in zip(together, other_seeds, strict=True)) > len(requests) // 2
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.full
 @pytest.mark.parametrize("axes", [dict(), dict(data=2, tensor=2)], ids=str)
 @pytest.mark.parametrize("quant", [None, "int8"])
 def test_in_bf16_too_neighbours_and_order_change_no_text(quant, axes):

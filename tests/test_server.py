@@ -27,9 +27,15 @@ from common.serving.serve import complete, serve
 from common.serving.session import Request, start_session
 from common.text.tokenizer import decode, encode, encode_chat, load_tokenizer
 from llama3 import model as llama3
+from tools.browser import browser, chromium
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 PROMPT = "ACT I.\n\n"
+# What `code` of a server may do.
+PATCH = "from common.server import http\nreal = http.step"
+SLOW = f"""{PATCH}
+import time
+http.step = lambda session: (time.sleep(0.02), real(session))[1]"""
 
 
 class Server:
@@ -152,6 +158,9 @@ def test_a_conversation_goes_through_the_template(server, chat_model):
     *chunks, last = ask(messages=[message], **options)
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == want
     assert last.usage.total_tokens == whole.usage.total_tokens and not last.choices
+    typed = dict(role="user", content="<|end_of_text|>")  # a control token, as text
+    count = len(encode_chat(load_tokenizer(chat_model), [typed]))
+    assert ask(messages=[typed]).usage.prompt_tokens == count > len("<|end_of_text|>") // 2
     parts = [dict(type="text", text="Who is "), dict(type="text", text="there?")]
     assert ask(messages=[dict(role="user", content=parts)]).choices[0].message.content == want
 
@@ -227,11 +236,11 @@ def test_many_clients_get_the_texts_that_they_get_alone(server, request):
     """Some of them go away."""
     count = 2000 if request.config.getoption("--all") else 100
     tok, rng = model().tokenizer, random.Random(5)
-    events = serve(start_session(model(), 4, 512), [Request(encode(tok, PROMPT), 60)])
+    events = serve(start_session(model(), 4, 512), [Request(encode(tok, PROMPT), 30)])
     tokens = [event.token for event in events]
 
     def client(i):
-        body = dict(prompt=PROMPT, max_tokens=1 + i % 60, temperature=0, stream=i % 3 == 0)
+        body = dict(prompt=PROMPT, max_tokens=1 + i % 30, temperature=0, stream=i % 3 == 0)
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, 300)) as http_:
             http_.request("POST", "/v1/completions", json.dumps(body))
             if i % 7 == 0:
@@ -242,11 +251,138 @@ def test_many_clients_get_the_texts_that_they_get_alone(server, request):
         else:
             lines = [x[6:] for x in answer.split("\n\n") if x.startswith("data: {")]
             text = "".join(json.loads(x)["choices"][0]["text"] for x in lines)
-        assert text == decode(tok, tokens[: 1 + i % 60])
+        assert text == decode(tok, tokens[: 1 + i % 30])
 
     with ThreadPoolExecutor(64) as pool:
         list(pool.map(client, range(count)))
     assert within(10, server.is_idle)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_gets_the_text_whole_and_as_it_comes(server):
+    (want,) = complete(model(), [PROMPT], 9)
+    for stream in (False, True):
+        body = dict(prompt=PROMPT, max_tokens=9, temperature=0, stream=stream)
+        address = f"http://localhost:{server.port}/v1/completions"
+        command = ["curl", "-sN", address, "-d", json.dumps(body)]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+        lines = [x.removeprefix("data: ") for x in told.splitlines() if x]
+        assert (lines[-1] == "[DONE]") == stream
+        pieces = [json.loads(x)["choices"][0]["text"] for x in lines[: -1 if stream else None]]
+        assert "".join(pieces) == want
+
+
+@pytest.mark.full  # the harness takes ten seconds to import
+def test_the_evaluation_harness_gets_the_figures_of_transformers(server, tmp_path):
+    """tests/make_eval_fixture.py wrote them."""
+    address = f"http://127.0.0.1:{server.port}/v1/completions"
+    known = f"model=model,base_url={address},tokenizer_backend=huggingface,max_length=512"
+    options = ["--model_args", f"{known},tokenizer={ROOT / 'llama3' / 'embedded'}"]
+    options += ["--tasks", "lines,continued", "--include_path", ".", "--log_samples"]
+    options += ["--output_path", str(tmp_path), "--batch_size", "4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", *options],
+        **dict(cwd=ROOT / "tests" / "fixtures" / "eval", capture_output=True, text=True),
+        env={**ENVIRONMENT, "HF_HOME": str(tmp_path / "home")},
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("**/samples_lines*.jsonl")
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(samples) == 8
+    for sample in samples:
+        got = [float(answer[0][0]) for answer in sample["resps"]]
+        assert got == pytest.approx(sample["doc"]["loglikelihoods"], abs=1e-4)
+    (file,) = tmp_path.glob("**/samples_continued*.jsonl")
+    for line in file.read_text().splitlines():
+        sample = json.loads(line)
+        assert sample["resps"] == [[sample["doc"]["continuation"]]]
+
+
+# ---- the page
+
+
+@pytest.fixture(scope="module")
+def page(server):
+    if chromium() is None:
+        pytest.skip("Chromium is not installed")
+    with browser() as page:
+        yield page
+
+
+def open_page(page, server, **settings):
+    page.look(1000, 700)
+    page.open(f"http://127.0.0.1:{server.port}/")
+    for id, value in dict(temperature=0, **settings).items():
+        page.value(f"document.getElementById('{id}').value = {json.dumps(value)}")
+
+
+def say(page, text):
+    page.type(text)
+    page.press("Enter")
+
+
+LAST = "[...document.querySelectorAll('article.assistant')].at(-1)"
+
+
+def test_the_page_holds_a_conversation(server, page, chat_model):
+    open_page(page, server, max_tokens=24, system="Be brief.")
+    tok = load_tokenizer(chat_model)
+    messages = [dict(role="system", content="Be brief.")]
+    for turn, text in enumerate(["Who is there?", "Who else?"]):
+        say(page, text)
+        page.wait(f"{LAST}?.querySelectorAll('small')[1].textContent.includes('tokens/s')")
+        messages.append(dict(role="user", content=text))
+        (want,) = complete(model(), [encode_chat(tok, messages)], 24)
+        assert page.value(f"{LAST}.querySelector('span').textContent") == want
+        assert page.value("document.querySelectorAll('article').length") == 2 * turn + 2
+        messages.append(dict(role="assistant", content=want))
+    count = len(encode_chat(tok, messages[:-1]))
+    assert f" of {count} prompt tokens were cached" in page.value(f"{LAST}.textContent")
+    assert {address.split("/")[2] for address in page.fetched} == {f"127.0.0.1:{server.port}"}
+    page.value("document.getElementById('clear').click()")
+    assert page.value("document.querySelectorAll('article').length") == 0
+
+
+def test_a_reply_on_the_page_can_be_stopped_and_a_mistake_is_shown(chat_model, page):
+    with running("--ckpt", str(chat_model), code=SLOW) as server:
+        open_page(page, server, max_tokens=480)
+        for stop in ("", "document.getElementById('stop').click()"):
+            say(page, "Go on.")
+            page.wait(f"{LAST}?.querySelector('span').textContent.length > 20")
+            page.value(stop) if stop else page.press("Escape")
+            page.wait("document.getElementById('stop').disabled")
+            assert "tokens/s" not in page.value(f"{LAST}.textContent")
+            assert within(5, server.is_idle)
+            page.value("document.getElementById('text').focus()")
+        assert page.value("document.querySelectorAll('article').length") == 4
+        page.value("document.getElementById('max_tokens').value = 10000000000")
+        say(page, "Again?")
+        page.wait(f"{LAST}.classList.contains('error')")
+        assert "max_tokens must be an integer" in page.value(f"{LAST}.textContent")
+
+
+def test_the_page_is_for_keyboards_telephones_and_dark_rooms(server, page):
+    open_page(page, server)
+    reached = []
+    for _ in range(12):
+        page.press("Tab")
+        reached.append(page.value("document.activeElement.id || document.activeElement.tagName"))
+    assert {"send", "clear", "SUMMARY", "text"} <= set(reached)
+    page.value("document.querySelector('details').open = true")
+    for width in (320, 400, 1000):
+        page.look(width, 700)
+        assert page.value("document.documentElement.scrollWidth") <= width
+        names = "[...document.querySelectorAll('input, textarea, button')]"
+        inside = f"x => x.getBoundingClientRect().right <= {width}"
+        assert page.value(f"{names}.every({inside})")
+    brightness = "(color => color.match(/\\d+/g).slice(0, 3).reduce((a, x) => a + Number(x), 0))"
+    for scheme, is_dark in (("light", False), ("dark", True)):
+        page.look(1000, 700, scheme)
+        style = "getComputedStyle(document.getElementById('text'))"
+        ink, paper = (
+            page.value(f"{brightness}({style}.{x})") for x in ("color", "backgroundColor")
+        )
+        assert (ink > paper) == is_dark and abs(ink - paper) > 400
 
 
 # ---- what is refused
@@ -376,14 +512,12 @@ def test_who_has_no_key_is_refused(chat_model):
             server.call("GET", "/health", Origin=origin)[1]["access-control-allow-origin"] == origin
         )
         assert server.call("GET", "/")[0] == 200
+        server.client(key="secret").completions.create(model="model", prompt="A secret")
         code, told = server.end()
     assert code == 0 and "secret" not in told
 
 
 # ---- load and faults
-
-
-PATCH = "from common.server import http\nreal = http.step"
 
 
 def test_too_many_requests_and_too_large_ones_are_refused(chat_model):
@@ -400,6 +534,7 @@ def test_too_many_requests_and_too_large_ones_are_refused(chat_model):
         assert server.call("POST", "/v1/completions", b" " * 1001)[0] == 413
 
 
+@pytest.mark.full
 def test_a_client_that_does_not_read_is_dropped_and_holds_up_nobody(chat_model):
     code = f"""{PATCH}
 import socket
@@ -422,17 +557,18 @@ http.listen = small"""
         assert server.metric("decode_tokens_total") < 4 * 470
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("grace, wanted", [("60", 200), ("0.2", 503)])
 def test_sigterm_ends_what_runs_within_the_grace(chat_model, grace, wanted):
-    code = f"""{PATCH}
-import time
-http.step = lambda session: (time.sleep(0.02), real(session))[1]"""
     options = "--ckpt", str(chat_model), "--grace", grace
-    with running(*options, code=code) as server, ThreadPoolExecutor(1) as pool:
+    with running(*options, code=SLOW) as server, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(server.post, prompt=PROMPT, max_tokens=100)
         assert within(30, lambda: server.metric("running_requests") == 1)
         server.process.send_signal(signal.SIGTERM)
-        assert within(5, lambda: server.call("GET", "/health")[0] == 503) or grace == "0.2"
+        if grace == "60":
+            assert within(5, lambda: server.call("GET", "/health")[0] == 503)
+            status, answer = server.post(prompt=PROMPT)
+            assert (status, answer["error"]["message"]) == (503, "the server is stopping")
         status, answer = asked.result()
         assert server.process.wait(60) == 0
     assert status == wanted
@@ -483,7 +619,9 @@ def test_a_place_where_it_cannot_listen_is_named_before_anything_is_read():
     assert "give HOST:PORT" in refused_start("--serve", "here")
     assert "--chat does not go with --serve" in refused_start("--serve", "--chat")
     assert "--grace must be at least 0, got nan" in refused_start("--serve", "--grace", "nan")
+    assert "--top-p does not go with --serve" in refused_start("--serve", "--top-p", "0.9")
     assert "--api-key goes with --serve only" in refused_start("--api-key", "x")
+    assert "--queue goes with --serve only" in refused_start("--queue", "5")
 
 
 def test_it_is_said_how_the_extra_is_installed(tmp_path):

@@ -15,7 +15,7 @@ from tools import topologies
 
 DATA = topologies.read()
 SEARCHES = {key: found for key, found in DATA.items() if key.startswith("search ")}
-SMALL = ["gpt2 distilgpt2 bf16 v5e:1x1 8 2048", "qwen3 qwen3-0.6b int8 v5e:1x1 8 2048"]
+SMALL = ["gpt2 distilgpt2 bf16 v5e:1x1 8 2048", "llama3 llama3.2-1b int8 v5e:1x1 8 2048"]
 
 
 def test_the_page_and_the_picture_are_those_of_the_data():

@@ -188,9 +188,18 @@ UNUSED_IN_DRY_RUN = (
 )
 UNUSED_WHEN_SERVING = (
     *("chat", "prompt", "prompts", "system", "stop", "raw", "json", "show_analysis"),
-    *("temperature", "top_k", "min_p"),  # which the requests say
+    *("temperature", "top_k", "top_p", "min_p", "max_new_tokens"),  # which the requests say
 )
+OF_SERVE = ("api_key", "queue", "grace", "allow_origin")
 OF_DRY_RUN = ("layers", "implementation", "hlo")
+
+
+def refuse(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """ValueError if one of these options was given, and not its default."""
+    defaults = parser("").parse_args([])
+    for name in names:
+        if getattr(args, name) != getattr(defaults, name):
+            raise ValueError(f"--{name.replace('_', '-')} {why}")
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -199,29 +208,20 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(
             "--chat reads standard input, so give no --json, --raw, --prompt or --prompts"
         )
-    wrong = [name for name in UNUSED_WHEN_SERVING if getattr(args, name)]
-    if args.serve and wrong:
-        raise ValueError(f"--{wrong[0].replace('_', '-')} does not go with --serve")
-    wrong = [name for name in ("api_key", "allow_origin") if getattr(args, name)]
-    if wrong and not args.serve:
-        raise ValueError(f"--{wrong[0].replace('_', '-')} goes with --serve only")
-    wrong = [name for name in UNUSED_IN_DRY_RUN if getattr(args, name)]
-    if args.dry_run and wrong:
-        raise ValueError(f"--{wrong[0]} does not go with --dry-run, which generates nothing")
-    given = [name for name in OF_DRY_RUN if getattr(args, name)]
-    if given and not args.dry_run:
-        raise ValueError(f"--{given[0]} goes with --dry-run only")
+    if args.serve:
+        refuse(args, UNUSED_WHEN_SERVING, "does not go with --serve")
+    else:
+        refuse(args, OF_SERVE, "goes with --serve only")
+    if args.dry_run:
+        refuse(args, UNUSED_IN_DRY_RUN, "does not go with --dry-run, which generates nothing")
+    else:
+        refuse(args, OF_DRY_RUN, "goes with --dry-run only")
     if len(args.mesh) > 1 and not args.dry_run:
         raise ValueError(f"--mesh {' '.join(args.mesh)}: only --dry-run takes several meshes")
     if args.revision is not None and args.ckpt is None:
         raise ValueError("--revision goes with a --ckpt of the hub only")
-    for name, least in (
-        ("keep", 0),
-        ("keep_host", 0),
-        ("draft_tokens", 1),
-        ("queue", 0),
-        ("grace", 0),
-    ):
+    limits = dict(keep=0, keep_host=0, draft_tokens=1, queue=0, grace=0)
+    for name, least in limits.items():
         if (value := getattr(args, name)) is not None and not value >= least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     if args.draft_tokens is not None and args.draft in (None, "mtp"):
@@ -365,8 +365,9 @@ def run(
     check_analysis(model, args)
     job, sizes = plan_prompts(model, args, texts) if texts else plan_later(model, args)
     cache = cache_dtype(model.dtype, model.on_cpu, args.kv_quant)
-    check_memory(model, sizes.slots + args.keep, sizes.capacity, dtype=cache)
     smaller = open_draft(module, args, model)
+    models = [x for x in (model, smaller) if isinstance(x, Model)]
+    check_memory(models, sizes.slots + args.keep, sizes.capacity, dtype=cache)
     if args.slots is not None and not args.serve:
         note_slots(sizes, max(1, len(texts)), model.mesh.shape[DATA])
     began = time.perf_counter()

@@ -1,17 +1,15 @@
 """Checks whether weights and cache fit the memory of the devices."""
 
-import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from common.machines.mesh_choice import weight_bytes
+from common.machines.mesh_choice import load_of
 from common.serving.load import Model
-from common.sharding import DATA, model_shards
-from common.weights import by_path
+from common.sharding import DATA
 
 
 def gigabytes(size: float) -> str:
@@ -28,38 +26,25 @@ def memory_of(device: jax.Device) -> int | None:
         return None
 
 
-def check_memory(model: Model, slots: int, capacity: int, dtype: DTypeLike) -> None:
-    """ValueError if the weights and the cache need more memory than the devices have."""
-    mesh, shards = model.mesh, model_shards(model.mesh)
-    device = mesh.devices.flat[0]
+def check_memory(models: Sequence[Model], slots: int, capacity: int, dtype: DTypeLike) -> None:
+    """ValueError if the weights and the caches of models that share a mesh need more memory than
+    the devices have."""
+    mesh = models[0].mesh
+    device, rows = mesh.devices.flat[0], mesh.shape[DATA]
     if (have := memory_of(device)) is None:
         return
-    layout, axes = model.module.weight_layout(model.config, shards), dict(mesh.shape)
-    weights = sum(
-        weight_bytes(weight, model.dtype, model.storage, axes)
-        for weight in by_path(layout).values()
-    )
-    rows = mesh.shape[DATA]
-    state = jax.eval_shape(
-        lambda: model.module.init_state(
-            model.config, slots=rows, capacity=capacity, dtype=dtype, shards=shards
-        )
-    )
-
-    def local(spec: Any, arrays: Any) -> int:
-        place = NamedSharding(mesh, spec)
-        return sum(
-            math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize
-            for x in jax.tree.leaves(arrays)
-        )
-
-    each = sum(jax.tree.leaves(jax.tree.map(local, model.module.STATE_SPEC, state)))
-    cache = each * slots // rows
+    each: Any = dict(slots=rows, capacity=capacity, cache_dtype=dtype)
+    loads = [
+        load_of(m.module, m.config, dict(mesh.shape), dtype=m.dtype, storage=m.storage, **each)
+        for m in models
+    ]
     sharing = jax.local_device_count() if device.platform == "cpu" else 1
     sharing = min(sharing, mesh.size)
-    if (weights + cache) * sharing > have:
+    weights = sharing * sum(load.weights for load in loads)
+    cache = sharing * sum(load.cache for load in loads) * slots // rows
+    if weights + cache > have:
         raise ValueError(
-            f"the weights take {gigabytes(weights * sharing)} and {slots} slots of {capacity} "
-            f"positions {gigabytes(cache * sharing)}, but a device has {gigabytes(have)}: use "
-            "fewer --slots, a smaller --max-len, --quant, or a larger --mesh"
+            f"the weights take {gigabytes(weights)} and {slots} slots of {capacity} positions "
+            f"{gigabytes(cache)}, but a device has {gigabytes(have)}: use fewer --slots, a "
+            "smaller --max-len, --quant, or a larger --mesh"
         )
