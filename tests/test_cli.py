@@ -97,6 +97,7 @@ def test_an_empty_line_stands_between_the_texts_of_many_prompts(run):
     assert run(*args).stdout == "\n".join(text + "\n" for text in texts)
 
 
+@pytest.mark.full
 def test_standard_input_is_one_prompt(run):
     args = ["--max-new-tokens", "8", "--json", "--max-len", "64"]
     from_stdin = records(run(*args, stdin="Enter HAMLET"))[0]
@@ -192,6 +193,7 @@ def test_a_profile_is_written_by_a_user_who_has_set_nothing(tmp_path):
     assert Path(trace).is_file() and trace.endswith(".trace.json.gz")
 
 
+@pytest.mark.full
 def test_an_instruct_checkpoint_gets_its_template_unless_raw(run, instruct):
     args = [
         "--ckpt",

@@ -163,6 +163,7 @@ def drafting(axes="", dtype="float32"):
     return Model(mtp, config, mesh, weights, None, jnp.dtype(dtype), None, directory)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axes", ["", pytest.param("tensor=2", marks=full)])
 def test_draft_logits_equal_those_of_transformers(axes):
     opened = drafting(axes)

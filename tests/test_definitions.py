@@ -42,7 +42,7 @@ def latent(family):
     return hasattr(model_of(family), "absorbed")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("T", QUERIES)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if not latent(f)])
 def test_attention_is_what_its_docstring_says(family, T):
@@ -69,7 +69,7 @@ def test_attention_is_what_its_docstring_says(family, T):
             assert_close(got[b].reshape(T, K, G, H)[seen], want[seen], atol=2e-6, what=f"slot {b}")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("T", QUERIES)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if latent(f)])

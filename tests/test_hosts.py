@@ -188,7 +188,8 @@ with joined(read_host_options(place)) as group:
 """
 
 
-@pytest.mark.parametrize("family", ["llama3", pytest.param("deepseek_r1", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama3", "deepseek_r1"])
 def test_requests_that_come_to_process_0_at_any_time_are_served_by_both(start, family):
     """Only process 0 knows what comes when. Prefixes, host memory and drafts are on."""
     variant = {"llama3": "scaled", "deepseek_r1": "yarn"}[family]

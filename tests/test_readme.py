@@ -56,6 +56,7 @@ def test_a_command_that_needs_no_checkpoint_prints_text(line, tmp_path):
     assert len(done.stdout.strip()) > 30
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("code", blocks("python"))
 def test_an_example_runs(code):
     done = call([sys.executable, "-c", code])

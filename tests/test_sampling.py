@@ -137,6 +137,7 @@ def test_the_threshold_separates_neighbouring_floats():
     np.testing.assert_array_equal(kept, [[False] * 4 + [True] * 5] * 3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("varied, shape", [("seed", ONE), ("position", (1, 2, 2))])
 def test_draws_are_as_frequent_as_they_are_probable(varied, shape):
     n, V = 4000, 4 * (BLOCK + 20)  # several blocks on every device, the last one short
@@ -209,6 +210,7 @@ def test_slot_order_changes_nothing():
     np.testing.assert_array_equal(mass(logits[order], permuted), mass(logits, sampling)[order])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 3e38])
 def test_batch_mates_change_nothing(garbage):
     n, logits = 96, rows(96, 617, scale=9)  # some tails are lost in the rounding of the mass

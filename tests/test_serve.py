@@ -95,7 +95,7 @@ def test_in_bf16_too_neighbours_and_order_change_no_text(quant, axes):
     assert alone == [tokens[i] for i in few]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "axes", [dict(data=2, expert=2, tensor=2), dict(data=2), dict(tensor=4)], ids=str
 )
@@ -113,6 +113,7 @@ def test_capacity_and_the_number_of_slots_change_nothing(session):
     assert answers(start_session(session.model, 5, 160), requests) == expected
 
 
+@pytest.mark.full
 def test_chunks_of_a_prompt_change_nothing(session, another, monkeypatch):
     requests = [Request(p, 8, seed=i) for i, p in enumerate(PROMPTS)]
     expected = answers(session, requests)

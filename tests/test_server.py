@@ -173,6 +173,7 @@ def test_seeds_and_n(server):
     assert alone == texts[0][4]
 
 
+@pytest.mark.full
 def test_log_probabilities_are_those_of_the_engine(server):
     ids = encode(model().tokenizer, PROMPT + "Enter the")
     session = start_session(model(), 4, 512, logprobs=True)
@@ -201,6 +202,7 @@ def test_log_probabilities_are_those_of_the_engine(server):
     assert only["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.full
 def test_what_was_cached_is_told(chat_model):
     code = "from common.command import cli\ncli.PROMPT_CHUNK = 64"
     with running("--ckpt", str(chat_model), "--draft", "lookup", code=code) as server:
@@ -343,6 +345,7 @@ def test_the_page_holds_a_conversation(server, page, chat_model):
     assert page.value("document.querySelectorAll('article').length") == 0
 
 
+@pytest.mark.full
 def test_a_reply_on_the_page_can_be_stopped_and_a_mistake_is_shown(chat_model, page):
     with running("--ckpt", str(chat_model), code=SLOW) as server:
         open_page(page, server, max_tokens=480)
@@ -361,6 +364,7 @@ def test_a_reply_on_the_page_can_be_stopped_and_a_mistake_is_shown(chat_model, p
         assert "max_tokens must be an integer" in page.value(f"{LAST}.textContent")
 
 
+@pytest.mark.full
 def test_the_page_is_for_keyboards_telephones_and_dark_rooms(server, page):
     open_page(page, server)
     reached = []
