@@ -10,6 +10,8 @@ Qwen3 Technical Report, arXiv 2505.09388. What differs from llama3:
                                                    these X numbers p are scaled to add up to 1
     YaRN replaces the rope scaling of llama3; matrices that are published in fp8 stay in fp8
 
+Qwen2 and Qwen2.5 are read too: there q, k and v have biases, and no head is normed.
+
 Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
 query heads, K key/value heads with G = N / K queries each, H head dimension, F MLP width, E
 experts, X experts of a token, V vocabulary, L layers.
@@ -48,7 +50,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from common.cache import LayerCache, append, attend, capacity_of, copy_slots, empty_cache
-from common.config import SILU, all_heads, is_fp8, read_config, read_rope, show
+from common.config import SILU, all_heads, head_dim, is_fp8, read_config, read_rope, show
 from common.experts import group_by_expert, num_experts
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
@@ -57,7 +59,7 @@ from common.quant import FP8_BLOCK, Fp8, Matrix, embed_rows, linear, out_feature
 from common.ranges import Above1, AtLeast1, AtMost, Count, Divides, Even, Index, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, P, Shards, round_up, split_heads
-from common.weights import array, matrix, norm, specs_like, stack
+from common.weights import array, bias, matrix, norm, specs_like, stack
 
 
 class Yarn(NamedTuple):
@@ -88,6 +90,7 @@ class Config(NamedTuple):
     moe_intermediate_size: Count
     decoder_sparse_step: Count
     norm_topk_prob: bool
+    qwen2: bool  # model_type: biases on q, k and v, and no norms of q and k
     fp8: bool  # quantization_config: the projections are published in 8-bit floats
     mlp_only_layers: tuple[Index, ...] = ()
     rms_norm_eps: Positive = 1e-6
@@ -115,8 +118,11 @@ class Layer(NamedTuple):
     wq: Matrix  # [N * H, D]
     wk: Matrix  # [K * H, D]
     wv: Matrix  # [K * H, D]
-    q_norm: Array  # [H]
-    k_norm: Array  # [H]
+    bq: Array | None  # [N * H]; None in Qwen3
+    bk: Array | None  # [K * H]
+    bv: Array | None
+    q_norm: Array | None  # [H]; None in Qwen2
+    k_norm: Array | None
     wo: Matrix  # [D, N * H]
     mlp_norm: Array  # [D]
     mlp: Mlp | Moe
@@ -233,10 +239,12 @@ def attention(
     Why float32: in bfloat16 a score near 50 is off by up to 0.125, and its probability by 13 %.
     `attend` takes `window` for sliding windows (see gpt_oss), `chunk` for chunks (see llama4)."""
     (B, T, _), H = x_BTD.shape, config.head_dim
-    projections = (linear(x_BTD, w) for w in (layer.wq, layer.wk, layer.wv))
+    matrices = (layer.wq, layer.bq), (layer.wk, layer.bk), (layer.wv, layer.bv)
+    projections = (linear(x_BTD, w) + (0 if b is None else b) for w, b in matrices)
     q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, H) for x in projections)
-    q_BTNH = rms_norm(q_BTNH, layer.q_norm, config.rms_norm_eps)
-    k_BTKH = rms_norm(k_BTKH, layer.k_norm, config.rms_norm_eps)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q_BTNH = rms_norm(q_BTNH, layer.q_norm, config.rms_norm_eps)
+        k_BTKH = rms_norm(k_BTKH, layer.k_norm, config.rms_norm_eps)
     q_BTNH, k_BTKH = rotate(q_BTNH, step), rotate(k_BTKH, step)
     cache = append(cache, k_BTKH, v_BTKH, step.end_B - T)
     o_BTNH = attend(q_BTNH, cache, step.end_B, step.implementation, scale=H**-0.5)
@@ -393,20 +401,23 @@ PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
     """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
-    dense = hf.get("model_type") == "qwen3"
+    dense, qwen2 = hf.get("model_type") in ("qwen2", "qwen3"), hf.get("model_type") == "qwen2"
     fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0)
-    fields |= dict(fp8=is_fp8(hf, PROJECTIONS)) | (DENSE if dense else {})
+    fields |= dict(qwen2=qwen2, fp8=is_fp8(hf, PROJECTIONS)) | (DENSE if dense else {})
     heads, layers = dict(num_key_value_heads=all_heads), dict(mlp_only_layers=lambda c: ())
     # Refused: another activation, biases, q and k without norms, a shared expert, sliding windows.
     # (use_sliding_window may be true in a dense model in which no layer has a window.)
-    accepted = dict(hidden_act=SILU, attention_bias=False, qkv_bias=False, use_qk_norm=True)
+    accepted: dict[str, Any] = dict(hidden_act=SILU, use_mrope=False)
+    if not qwen2:
+        accepted |= dict(attention_bias=False, qkv_bias=False, use_qk_norm=True)
     windows = (False, True) if has_no_window(hf) and dense else False
     return read_config(
         Config,
         hf,
-        model_types=("qwen3", "qwen3_moe"),
+        model_types=("qwen2", "qwen3", "qwen3_moe"),
         fields_read=fields,
         keys_read=("quantization_config", "layer_types", "max_window_layers"),
+        if_missing=dict(head_dim=head_dim) if qwen2 else {},
         if_null=heads if dense else layers,
         accepted=accepted | dict(shared_expert_intermediate_size=0, use_sliding_window=windows),
         ignored=("sliding_window",),
@@ -458,8 +469,11 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
         wq=matrix((q, D), out, fp8),
         wk=matrix((kv, D), out, fp8),
         wv=matrix((kv, D), out, fp8),
-        q_norm=norm(c.head_dim),
-        k_norm=norm(c.head_dim),
+        bq=bias((q,), P(MODEL)) if c.qwen2 else None,
+        bk=bias((kv,), P(MODEL)) if c.qwen2 else None,
+        bv=bias((kv,), P(MODEL)) if c.qwen2 else None,
+        q_norm=None if c.qwen2 else norm(c.head_dim),
+        k_norm=None if c.qwen2 else norm(c.head_dim),
         wo=matrix((D, q), into, fp8),
         mlp_norm=norm(D),
         mlp=dense,
@@ -503,6 +517,9 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         "model.layers.*.self_attn.q_proj.weight": ("layers.*.wq", query(axis=0)),
         "model.layers.*.self_attn.k_proj.weight": ("layers.*.wk", kv(axis=0)),
         "model.layers.*.self_attn.v_proj.weight": ("layers.*.wv", kv(axis=0)),
+        "model.layers.*.self_attn.q_proj.bias": ("layers.*.bq", query(axis=0)),
+        "model.layers.*.self_attn.k_proj.bias": ("layers.*.bk", kv(axis=0)),
+        "model.layers.*.self_attn.v_proj.bias": ("layers.*.bv", kv(axis=0)),
         "model.layers.*.self_attn.q_norm.weight": "layers.*.q_norm",
         "model.layers.*.self_attn.k_norm.weight": "layers.*.k_norm",
         "model.layers.*.self_attn.o_proj.weight": ("layers.*.wo", query(axis=1)),

@@ -48,7 +48,7 @@ def config_of(variant, **changes):
         ("hidden_act", "gelu"),
         ("attention_bias", True),
         ("use_sliding_window", True),
-        ("model_type", "qwen2"),
+        ("model_type", "qwen2_moe"),
         ("shared_expert_intermediate_size", 64),
         ("use_qk_norm", False),
     ],
@@ -66,6 +66,61 @@ def test_a_window_that_no_layer_has_is_taken():
     layers, plain = hf["num_hidden_layers"], model.config_from_hf(hf)
     for none in (dict(max_window_layers=layers, layer_types=None), {}):
         assert model.config_from_hf(hf | window | none) == plain
+
+
+R1_DISTILL_1_5B = dict(  # its config.json
+    architectures=["Qwen2ForCausalLM"],
+    attention_dropout=0.0,
+    bos_token_id=151643,
+    eos_token_id=151643,
+    hidden_act="silu",
+    hidden_size=1536,
+    initializer_range=0.02,
+    intermediate_size=8960,
+    max_position_embeddings=131072,
+    max_window_layers=21,
+    model_type="qwen2",
+    num_attention_heads=12,
+    num_hidden_layers=28,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-06,
+    rope_theta=10000,
+    sliding_window=4096,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    transformers_version="4.44.0",
+    use_cache=True,
+    use_mrope=False,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
+
+
+def test_qwen2_has_biases_and_no_norms_and_its_heads_divide_the_width():
+    config = model.config_from_hf(R1_DISTILL_1_5B)
+    assert (config.head_dim, config.num_key_value_heads, config.rope_theta) == (128, 2, 10000)
+    layer = model.weight_layout(config).layers[0]
+    assert layer.q_norm is layer.k_norm is None and layer.bq.shape == (1536,)
+    assert layer.bk.shape == layer.bv.shape == (256,)
+    layer = model.weight_layout(config_of("tied")).layers[0]
+    assert layer.bq is layer.bk is layer.bv is None and layer.q_norm.shape == (14,)
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        (dict(use_mrope=True), "use_mrope=True is not implemented"),
+        (dict(use_sliding_window=True), "use_sliding_window=True is not implemented"),
+        (dict(attention_bias=True), "attention_bias=True is not implemented"),
+        (dict(num_experts=8), "num_experts=8 is not implemented"),
+        (dict(hidden_size=1537), "hidden_size=1537 is not a multiple"),
+        (dict(layer_types=["full_attention"] * 27), "layer_types="),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_qwen2_does_not_compute_is_refused_by_name(changes, told):
+    with pytest.raises(ValueError, match=told):
+        model.config_from_hf(R1_DISTILL_1_5B | changes)
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3", "longrope"])

@@ -1,4 +1,4 @@
-"""Qwen3, dense and as a mixture of experts, in bf16 and fp8."""
+"""Qwen3, dense and as a mixture of experts, in bf16 and fp8; and Qwen2."""
 
 import json
 from pathlib import Path
@@ -31,6 +31,23 @@ def qwen3(
         num_hidden_layers=layers,
         initializer_range=0.25,
         max_position_embeddings=512,
+        **more,
+    )
+
+
+def qwen2(hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: Any) -> Any:
+    return transformers.Qwen2Config(
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=ffn,
+        vocab_size=vocab,
+        num_hidden_layers=2,
+        initializer_range=0.25,
+        max_position_embeddings=512,
+        use_sliding_window=False,
+        sliding_window=8,
+        max_window_layers=1,
         **more,
     )
 
@@ -135,5 +152,26 @@ VARIANTS = {
         ),
         dtype=torch.bfloat16,
         fp8_scales=torch.float32,
+    ),
+    "qwen2": Variant(
+        7,
+        qwen2(
+            *(72, 6, 2, 50, 127),
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-5,
+            rope_parameters=dict(rope_type="default", rope_theta=300.0),
+        ),
+        hub=True,
+    ),
+    "qwen2_untied": Variant(
+        8,
+        qwen2(
+            *(80, 8, 8, 38, 101),
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-6,
+            rope_parameters=dict(rope_type="default", rope_theta=90.0),
+        ),
+        dtype=torch.bfloat16,
+        shard="30KB",
     ),
 }
