@@ -143,10 +143,11 @@ def drafts(model: Model, args: argparse.Namespace) -> Iterator[str]:
         "auto": "auto",
         "the first quarter of its layers": model._replace(config=half, weights=weights),
     }
+    sources = {name: x for name, x in sources.items() if name == "none" or args.draft in name}
     sessions = {name: start_session(model, 1, 2048, draft=x) for name, x in sources.items()}
     yield "| prompt | drafts | tokens/s | of none | tokens a step |"
     yield "|---|---|---|---|---|"
-    for what, prompt in PROMPTS.items():
+    for what, prompt in ((what, x) for what, x in PROMPTS.items() if args.prompt in what):
         speeds, per_step = {name: list[float]() for name in sources}, dict[str, float]()
         ids = encode_chat(model.tokenizer, [dict(role="user", content=prompt)])
         for i in range(args.rounds + 1):
@@ -207,6 +208,8 @@ def main() -> None:
     ap.add_argument("--rounds", type=int, default=3)
     ap.add_argument("--against", type=Path, metavar="GGUF", help="llama.cpp's file of the model")
     ap.add_argument("--only", nargs="+", choices=[*MEASURES], default=[*MEASURES])
+    ap.add_argument("--draft", default="", help="only drafts with this word in their name")
+    ap.add_argument("--prompt", default="", help="only prompts with this word in their name")
     args = ap.parse_args()
     configure_jax({}, compile_cache=True, group=None)
     model = load(importlib.import_module(f"{args.model}.model"), args.ckpt, dtype=args.dtype)
