@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import functools
 import http.client
+import itertools
 import json
 import os
 import random
@@ -21,7 +22,7 @@ import openai
 import pytest
 from engine import ENVIRONMENT, ROOT
 
-from common.server.protocol import FIELDS, UNSUPPORTED
+from common.server.protocol import FIELDS, UNSUPPORTED, spelled
 from common.serving.load import load
 from common.serving.serve import complete, serve
 from common.serving.session import Request, start_session
@@ -157,6 +158,17 @@ def test_a_conversation_goes_through_the_template(server, chat_model):
     options = dict(stream=True, stream_options=dict(include_usage=True))
     *chunks, last = ask(messages=[message], **options)
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == want
+    roles = [chunk.choices[0].delta.role for chunk in chunks]
+    assert roles == ["assistant", *[None] * (len(chunks) - 1)]
+    with client.chat.completions.stream(
+        model=whole.model, messages=[message], temperature=0, max_completion_tokens=24
+    ) as stream:
+        assert list(stream)
+        told = stream.current_completion_snapshot.choices[0].message
+        assert (told.role, told.content) == ("assistant", want)
+    own = dict(role="assistant", content=want, reasoning_content="Hm.", tool_calls=[])
+    assert ask(messages=[message, own, message]).usage.prompt_tokens > whole.usage.prompt_tokens
+    assert client.models.retrieve(whole.model).id == whole.model
     assert last.usage.total_tokens == whole.usage.total_tokens and not last.choices
     typed = dict(role="user", content="<|end_of_text|>")  # a control token, as text
     count = len(encode_chat(load_tokenizer(chat_model), [typed]))
@@ -404,6 +416,8 @@ BAD = [
     (dict(prompt="a", stop=[1]), "stop must be a text or a list of texts"),
     (dict(prompt="a", colour="red"), "there is no field 'colour'"),
     (dict(prompt="a", stream_options=dict(x=1)), "stream_options has include_usage alone"),
+    (dict(prompt="a", stream_options=dict(include_usage=1)), "include_usage alone, true or false"),
+    (dict(prompt=["a"] * 100, n=3), "a request may ask for 260 texts at most"),
     (dict(prompt=[]), "prompt must be a text, a list of texts, a list of ids, or a list of lists"),
     (dict(prompt=[10**9]), "the prompt has an id that is not in"),
     (dict(prompt=[-1]), "the prompt has an id that is not in"),
@@ -436,8 +450,9 @@ def test_a_wrong_request_gets_one_sentence(server, body, told):
         ([dict(role="assistant", content="", tool_calls=[{}])], "tool_calls is not supported"),
         ([dict(role="user")], "must be text"),
         ([], "messages must be a list of messages"),
+        ([dict(role="user", content="".join(map(chr, range(0xE000, 0xF900))))], "private-use"),
     ],
-    ids=str,
+    ids=lambda x: str(x)[:60].encode("ascii", "replace").decode(),
 )
 def test_a_wrong_message_gets_one_sentence(server, messages, told):
     status, answer = server.post("/v1/chat/completions", messages=messages)
@@ -468,7 +483,8 @@ def test_the_page_says_what_is_understood():
 def test_unknown_models_paths_and_methods_get_the_error_object(server):
     status, answer = server.post(prompt="a", model="gpt-4o")
     assert status == 404 and answer["error"]["message"].startswith("the model here is ")
-    for method, path, status in (("GET", "/v2", 404), ("GET", "/v1/completions", 405)):
+    wrong = ("GET", "/v2", 404), ("GET", "/v1/models/gpt-4o", 404), ("GET", "/v1/completions", 405)
+    for method, path, status in wrong:
         got, _, answer = server.call(method, path)
         assert got == json.loads(answer)["error"]["code"] == status
 
@@ -495,13 +511,15 @@ def test_random_requests_never_break_it(server, request):
 
 
 def test_only_its_own_names_reach_it_while_it_is_local(server):
-    for host in (f"localhost:{server.port}", f"127.0.0.1:{server.port}"):
+    own = f"localhost:{server.port}"
+    for host in (own, f"127.0.0.1:{server.port}", "localhost", "localhost:1"):  # as by a tunnel
         assert server.call("GET", "/health", Host=host)[0] == 200
-    for host in ("evil.example", f"evil.example:{server.port}", "localhost:1"):
+    for host in ("evil.example", f"evil.example:{server.port}", "localhost.evil.example:1"):
         assert server.call("GET", "/", Host=host)[0] == 403
-    assert (
-        "access-control-allow-origin" not in server.call("GET", "/health", Origin="http://a.b")[1]
-    )
+    data = json.dumps(dict(prompt=PROMPT, max_tokens=1)).encode()
+    for origin, wanted in ((f"http://{own}", 200), ("http://evil.example", 403), ("null", 403)):
+        got = server.call("POST", "/v1/completions", data, Host=own, Origin=origin)
+        assert got[0] == wanted and "access-control-allow-origin" not in got[1]
 
 
 def test_who_has_no_key_is_refused(chat_model):
@@ -512,9 +530,12 @@ def test_who_has_no_key_is_refused(chat_model):
             status, _, answer = server.call("GET", "/v1/models", **given)
             assert status == 401 and "API key" in json.loads(answer)["error"]["message"]
         assert server.client(key="secret").models.list().data
-        assert (
-            server.call("GET", "/health", Origin=origin)[1]["access-control-allow-origin"] == origin
-        )
+        asked = dict(Access_Control_Request_Method="POST", Origin=origin)
+        asked |= dict(Access_Control_Request_Headers="authorization,content-type")
+        status, headers, _ = server.call("OPTIONS", "/v1/chat/completions", **asked)
+        assert status == 200 and headers["access-control-allow-origin"] == origin
+        asked["Origin"] = "http://evil.example"
+        assert server.call("OPTIONS", "/v1/chat/completions", **asked)[0] == 400
         assert server.call("GET", "/")[0] == 200
         server.client(key="secret").completions.create(model="model", prompt="A secret")
         code, told = server.end()
@@ -604,6 +625,42 @@ http.step = lambda session: [e if e.request else spoil(e) for e in real(session)
         status, answer = server.post(prompt=PROMPT, max_tokens=5)
         assert status == 500 and "NaN or infinite" in answer["error"]["message"]
         assert server.post(prompt=PROMPT, max_tokens=5)[0] == 200
+
+
+def test_a_mistake_of_the_server_is_told_without_what_a_client_has_sent(chat_model):
+    code = f"""{PATCH}
+def fail(*args):
+    raise KeyError("A secret")
+http.tell = fail"""
+    with running("--ckpt", str(chat_model), code=code) as server:
+        for stream in (False, True):
+            body = dict(prompt="A secret", max_tokens=3, stream=stream)
+            answer = server.call("POST", "/v1/completions", json.dumps(body).encode())[2]
+            assert "the server has made a mistake" in answer
+        assert within(10, server.is_idle)
+        code, told = server.end()
+    assert code == 0 and told.count("[a request failed: KeyError]") == 2 and "secret" not in told
+
+
+@pytest.mark.full
+def test_the_layer_that_drafts_serves_too_without_log_probabilities():
+    code = """
+import functools
+from deepseek_r1 import model, mtp
+main = functools.partial(main, drafting=mtp)"""
+    with running("--draft", "mtp", "--max-len", "256", code=code) as server:
+        status, answer = server.post(prompt=PROMPT, max_tokens=40)
+        assert status == 200 and sum(answer["usage"]["completion_tokens_details"].values()) > 10
+        status, answer = server.post(prompt=PROMPT, logprobs=1)
+        assert status == 400 and "--draft mtp" in answer["error"]["message"]
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text():
+    """Also where a token holds a part of a character."""
+    tok, text = model().tokenizer, "é — π 漢字"
+    names, data = zip(*(spelled(tok, i) for i in encode(tok, text)[1:]), strict=True)
+    assert bytes(itertools.chain(*data)).decode() == text
+    assert [n for n in names if n.startswith("bytes:")][:2] == ["bytes:\\xc3", "bytes:\\xa9"]
 
 
 def refused_start(*options, **environment):

@@ -384,7 +384,7 @@ def run(
         reuse_multiple=1 if args.chat else PROMPT_CHUNK,
         draft=smaller,
         draft_tokens=args.draft_tokens or DRAFT_TOKENS,
-        logprobs=bool(args.serve),
+        logprobs=bool(args.serve) and args.draft != "mtp",
     )
     with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
         if args.serve:

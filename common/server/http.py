@@ -1,21 +1,25 @@
-"""A session over HTTP. The thread that starts this steps the session; a second one runs the event
-loop, which has the connections. They pass messages, and share nothing else."""
+"""A session over HTTP. The thread that starts this steps the session. A second one runs the event
+loop, which has the connections. They pass messages; beyond that, each only reads counts of the
+other's."""
 
 import argparse
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import json
 import math
 import os
 import queue
+import re
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,16 +45,15 @@ from common.server.protocol import (
     Refused,
     add,
     ask,
-    envelope,
-    error_object,
     read_json,
+    served,
     tell,
     usage_of,
 )
 from common.serving.serve import cancel, is_busy, step, submit
 from common.serving.session import Event, Request, Session
 
-BODY = 32 << 20  # bytes of a request
+BODY = 16 << 20  # bytes of a request
 BACKLOG = 4096  # events that a client may leave unread
 
 
@@ -75,22 +78,25 @@ class Answer:
 class Desk:
     """Passes requests to the thread that steps the session, and events back."""
 
-    def __init__(self, session: Session, waiting: int, grace: float):
-        self.session, self.most, self.grace = session, session.slots + waiting, grace
+    def __init__(self, session: Session, args: argparse.Namespace):
+        self.session, self.most, self.grace = session, session.slots + args.queue, args.grace
         self.inbox = queue.SimpleQueue[Callable[[], None]]()  # what the session's thread is to do
         self.open = set[Answer]()
         self.places = dict[int, tuple[Answer, int]]()  # by number of the request
         self.deadline = math.inf  # when a server that is to stop gives up what still runs
-        self.loop: asyncio.AbstractEventLoop | None = None
+        self.loop = asyncio.new_event_loop()
 
     # of the event loop
 
-    def enter(self, requests: Sequence[Request]) -> Answer:
-        """Lets requests in. Refused if too many wait, or if the server stops."""
+    def check_room(self, count: int) -> None:
+        """Refused if so many more requests would be too many, or if the server stops."""
         if self.deadline < math.inf:
             raise Refused("the server is stopping", status=503)
-        if sum(len(answer.requests) for answer in self.open) + len(requests) > self.most:
+        if sum(len(answer.requests) for answer in self.open) + count > self.most:
             raise Refused("too many requests are waiting: try again later", status=429)
+
+    def enter(self, requests: Sequence[Request]) -> Answer:
+        self.check_room(len(requests))
         answer = Answer(requests)
         self.open.add(answer)
         self.inbox.put(partial(self.submit, answer))
@@ -125,7 +131,7 @@ class Desk:
 
     def stop(self, *_: Any) -> None:
         """Handles a signal; a second one ends the process at once."""
-        self.deadline = time.monotonic() + self.grace
+        self.deadline = time.monotonic() + min(self.grace, 1e9)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.default_int_handler)
         self.inbox.put(lambda: None)
@@ -133,12 +139,12 @@ class Desk:
     def call(self, function: Callable[..., None], *args: Any) -> None:
         """Calls a function on the event loop."""
         with contextlib.suppress(RuntimeError):  # it has ended
-            if self.loop:
-                self.loop.call_soon_threadsafe(function, *args)
+            self.loop.call_soon_threadsafe(function, *args)
 
     def receive(self) -> None:
         """Does what has arrived, and waits for it if there is nothing else to do."""
-        left = 0.0 if is_busy(self.session) else min(self.deadline - time.monotonic(), 60.0)
+        rest = self.deadline - time.monotonic()
+        left = 0.0 if is_busy(self.session) else min(rest, 3600.0)  # a queue waits for no infinity
         with contextlib.suppress(queue.Empty):
             while True:
                 self.inbox.get(timeout=max(left, 0.0))()
@@ -150,9 +156,10 @@ class Desk:
             self.receive()
             if time.monotonic() > self.deadline:
                 break
-            events = [(event, self.places.get(event.request)) for event in step(self.session)]
-            told = [(place[0], (place[1], event)) for event, place in events if place]
-            for event, _ in events:
+            told = list[tuple[Answer, Any]]()
+            for event in step(self.session):
+                if place := self.places.get(event.request):  # it was not given up
+                    told.append((place[0], (place[1], event)))
                 if event.finish:
                     self.places.pop(event.request, None)
             if told:
@@ -169,21 +176,11 @@ async def body_of(call: Call) -> Any:
     return read_json(bytes(data))
 
 
-async def unless_gone(call: Call, work: Awaitable[Any]) -> Any:
-    """Awaits `work`. Gives it up if the client goes away."""
-
-    async def gone() -> None:
-        while (await call.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    is_done = tasks[0].done()
-    for task in tasks:
-        task.cancel()
-    if not is_done:
-        raise Refused("the client has gone", status=499)
-    return tasks[0].result()
+async def watch(call: Call, answer: Answer) -> None:
+    """Ends an answer if its client goes away."""
+    while (await call.receive())["type"] != "http.disconnect":
+        pass
+    answer.events.put_nowait(Refused("the client has gone", status=499))
 
 
 class Stream(StreamingResponse):
@@ -204,35 +201,39 @@ class Api:
     """The endpoints."""
 
     def __init__(self, desk: Desk, name: str):
-        self.desk, self.session, self.name = desk, desk.session, name
+        self.desk, self.session, self.created = desk, desk.session, int(time.time())
         self.tok: Any = desk.session.model.tokenizer
-        self.created = int(time.time())
+        self.served = served(self.session, name, desk.most)
 
     async def complete(self, call: Call, kind: str) -> Response:
-        body = await body_of(call)
-        asked = await asyncio.to_thread(ask, self.session, self.name, kind, body)
+        self.desk.check_room(1)  # before a long text is encoded
+        asked = await asyncio.to_thread(ask, self.served, kind, await body_of(call))
         answer = self.desk.enter(asked.requests)
-        known = dict(id=f"{kind}-{uuid.uuid4().hex}", model=self.name, created=int(time.time()))
-        if asked.stream:
-            return Stream(self.stream(asked, answer, known), partial(self.desk.leave, answer))
-        try:
-            return JSONResponse(await unless_gone(call, self.whole(asked, answer, known)))
-        finally:
-            self.desk.leave(answer)
-
-    async def whole(self, asked: Asked, answer: Answer, known: dict[str, Any]) -> dict[str, Any]:
         choices = [Choice(request, i) for i, request in enumerate(asked.requests)]
-        async for i, event in answer:
-            add(asked, choices[i], self.tok, event)
+        if asked.stream:
+            lines = self.stream(asked, answer, choices)
+            return Stream(lines, partial(self.desk.leave, answer))
+        watcher = asyncio.create_task(watch(call, answer))
+        try:
+            async for i, event in answer:
+                add(asked, choices[i], self.tok, event)
+        finally:
+            watcher.cancel()
+            self.desk.leave(answer)
         told = [tell(asked, choice, self.tok) for choice in choices]
-        return envelope(asked, **known, choices=told, usage=usage_of(asked, choices))
+        return JSONResponse(self.known(asked) | dict(choices=told, usage=usage_of(asked, choices)))
+
+    def known(self, asked: Asked) -> dict[str, Any]:
+        """What every answer, or piece of one, begins with."""
+        number = f"{asked.kind}-{uuid.uuid4().hex}"
+        name = self.served.name
+        return dict(id=number, object=asked.object, created=int(time.time()), model=name)
 
     async def stream(
-        self, asked: Asked, answer: Answer, known: dict[str, Any]
+        self, asked: Asked, answer: Answer, choices: list[Choice]
     ) -> AsyncIterator[str]:
-        choices = [Choice(request, i) for i, request in enumerate(asked.requests)]
-        line = lambda **more: f"data: {json.dumps(envelope(asked, **known, **more))}\n\n"
-        last: dict[str, Any] = dict(usage=None) if asked.usage else {}
+        known, last = self.known(asked), dict(usage=None) if asked.usage else {}
+        line = lambda **more: f"data: {json.dumps(known | more)}\n\n"
         try:
             async for i, event in answer:
                 add(asked, choice := choices[i], self.tok, event)
@@ -240,13 +241,17 @@ class Api:
                     yield line(choices=[tell(asked, choice, self.tok)], **last)
             if asked.usage:
                 yield line(choices=[], usage=usage_of(asked, choices))
-        except Refused as error:
-            yield f"data: {json.dumps(error_object(error))}\n\n"
+        except Exception as error:
+            yield f"data: {json.dumps(refusal_of(error).object)}\n\n"
         yield "data: [DONE]\n\n"
 
     async def models(self, call: Call) -> Response:
-        model = dict(id=self.name, object="model", created=self.created, owned_by="folio")
-        return JSONResponse(dict(object="list", data=[model]))
+        name = self.served.name
+        if (asked := call.path_params.get("name", name)) != name:
+            raise Refused(f"the model here is {name}, not {asked[:80]}", status=404)
+        model = dict(id=name, object="model", created=self.created, owned_by="folio")
+        is_one = "name" in call.path_params
+        return JSONResponse(model if is_one else dict(object="list", data=[model]))
 
     async def health(self, call: Call) -> Response:
         stopping = self.desk.deadline < math.inf
@@ -267,41 +272,57 @@ class Api:
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.models),
             Route("/v1/chat/completions", partial(self.complete, kind="chat"), methods=["POST"]),
             Route("/v1/completions", partial(self.complete, kind="text"), methods=["POST"]),
         ]
 
 
 class Guard:
-    """Lets in who has the key; and while the server listens on this machine alone, who calls it by
-    its own name: a page of the web could give its name this machine's address."""
+    """Lets in who has the key. While only this machine can connect, it also asks for a local name:
+    a page of the web could give its own name this machine's address, or send forms here."""
 
-    def __init__(self, app: Any, hosts: set[str], key: str | None):
-        self.app, self.hosts, self.key = app, hosts, key
+    def __init__(self, app: Any, names: set[str], origins: list[str], key: str | None):
+        self.app, self.names, self.origins, self.key = app, names, origins, key
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and (refused := self.refusal(scope)):
-            await JSONResponse(error_object(refused), refused.status)(scope, receive, send)
+            await JSONResponse(refused.object, refused.status)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
     def refusal(self, scope: Any) -> Refused | None:
-        headers = dict(scope["headers"])
-        if self.hosts and headers.get(b"host", b"").decode("latin-1").lower() not in self.hosts:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host, origin = headers.get(b"host", "").lower(), headers.get(b"origin")
+        name = re.sub(r":\d*$", "", host)
+        if self.names and name not in self.names:
             return Refused("this server has another name: see its Host header", status=403)
-        given, wanted = headers.get(b"authorization", b""), f"Bearer {self.key}".encode()
+        known = origin is None or origin.partition("//")[2].lower() == host
+        if self.names and not known and not {origin, "*"} & {*self.origins}:
+            return Refused("pages of this origin may not call: see --allow-origin", status=403)
+        given, wanted = headers.get(b"authorization", "").encode(), f"Bearer {self.key}".encode()
         open_to_all = scope["path"] in ("/", "/health")
         if self.key and not open_to_all and not hmac.compare_digest(given, wanted):
             return Refused("the API key is missing or wrong", status=401)
         return None
 
 
-async def refuse(call: Call, error: Exception) -> Response:
+def refusal_of(error: Exception) -> Refused:
+    """What a client is told of an error. If it is a bug, stderr says where, without any text that a
+    client has sent."""
     if isinstance(error, HTTPException):
-        error = Refused(error.detail, status=error.status_code)
-    status = getattr(error, "status", 500)
-    headers = {"Retry-After": "1"} if status in (429, 503) else {}
-    return JSONResponse(error_object(error), status, headers)
+        return Refused(error.detail, status=error.status_code)
+    if isinstance(error, Refused):
+        return error
+    where = "".join(traceback.format_tb(error.__traceback__))
+    sys.stderr.write(f"{where}[a request failed: {type(error).__name__}]\n")
+    return Refused("the server has made a mistake", status=500)
+
+
+async def refuse(call: Call, error: Exception) -> Response:
+    refused = refusal_of(error)
+    headers = {"Retry-After": "1"} if refused.status in (429, 503) else {}
+    return JSONResponse(refused.object, refused.status, headers)
 
 
 def listen(place: str) -> socket.socket:
@@ -317,38 +338,35 @@ def listen(place: str) -> socket.socket:
 
 
 def names_of(listener: socket.socket) -> set[str]:
-    """The values that a Host header may have; empty if other machines can connect."""
-    host, port, *_ = listener.getsockname()
-    local = ["127.0.0.1", "localhost", "[::1]"]
-    return {f"{name}:{port}" for name in local} if host in ("127.0.0.1", "::1") else set()
+    """The names that a Host header may have; empty if other machines can connect."""
+    host = listener.getsockname()[0]
+    if not ipaddress.ip_address(host).is_loopback:
+        return set()
+    return {"localhost", "127.0.0.1", "[::1]", host}
 
 
 def serve_http(session: Session, args: argparse.Namespace, listener: socket.socket) -> None:
     """Serves until SIGTERM or Ctrl-C, then ends what runs within --grace seconds."""
-    desk = Desk(session, args.queue, args.grace)
+    desk, names = Desk(session, args), names_of(listener)
     ckpt = str(args.ckpt or session.model.module.__package__)
     name = Path(ckpt).resolve().name if Path(ckpt).is_dir() else ckpt
-    key = args.api_key or os.environ.get("FOLIO_API_KEY")
-
-    @contextlib.asynccontextmanager
-    async def started(app: Any) -> AsyncIterator[None]:
-        desk.loop = asyncio.get_running_loop()
-        host, port, *_ = listener.getsockname()
-        sys.stderr.write(f"[serving {name} at http://{host}:{port}; Ctrl-C ends it]\n")
-        yield
-
+    key, origins = args.api_key or os.environ.get("FOLIO_API_KEY"), args.allow_origin
+    guard = Middleware(Guard, names=names, origins=origins, key=key)
+    anything: Any = dict(allow_methods=["*"], allow_headers=["*"])
+    cors = Middleware(CORSMiddleware, allow_origins=origins, **anything)
+    middleware = [cors, guard] if origins else [guard]
     errors = dict.fromkeys((Refused, HTTPException, Exception), refuse)
-    guard = Middleware(Guard, hosts=names_of(listener), key=key)
-    cors = Middleware(CORSMiddleware, allow_origins=args.allow_origin, allow_headers=["*"])
-    middleware = [cors, guard] if args.allow_origin else [guard]
-    routes = Api(desk, name).routes()
-    app = Starlette(False, routes, middleware, errors, lifespan=started)
-    settings = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=5)
-    server = uvicorn.Server(settings)
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    app = Starlette(False, Api(desk, name).routes(), middleware, errors)
+    quiet: Any = dict(log_level="critical", lifespan="off")
+    server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=5, **quiet))
+    run = partial(desk.loop.run_until_complete, server.serve([listener]))
+    thread = threading.Thread(target=run, daemon=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, desk.stop)
     thread.start()
+    host, port, *_ = listener.getsockname()
+    host = f"[{host}]" if ":" in host else host
+    sys.stderr.write(f"[serving {name} at http://{host}:{port}; Ctrl-C ends it]\n")
     try:
         desk.run()
         desk.call(desk.fail, Refused("the server has stopped", status=503))
@@ -356,6 +374,9 @@ def serve_http(session: Session, args: argparse.Namespace, listener: socket.sock
         desk.deadline = 0.0
         desk.call(desk.fail, Refused("the engine has failed", status=500))
         raise RuntimeError("the engine has failed") from error
+    except KeyboardInterrupt:  # a second signal
+        server.force_exit = True
+        raise
     finally:
         server.should_exit = True
         thread.join(10)

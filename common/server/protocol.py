@@ -4,12 +4,13 @@ https://platform.openai.com/docs/api-reference; FIELDS has what is understood of
 of the engine beside it, top_k and min_p.
 """
 
-import json
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
+from common.loading.files import parse_json
 from common.sampling import INVALID
 from common.serving.session import (
     LIKELIEST,
@@ -21,7 +22,10 @@ from common.serving.session import (
     check_request,
 )
 from common.text.harmony import FINAL
+from common.text.tiktoken import byte_characters
 from common.text.tokenizer import Tokenizer, decode, encode, encode_chat
+
+BYTES = {character: byte for byte, character in enumerate(byte_characters())}
 
 
 class Refused(ValueError):
@@ -29,13 +33,8 @@ class Refused(ValueError):
 
     def __init__(self, message: str, param: str | None = None, status: int = 400):
         super().__init__(message)
-        self.param, self.status = param, status
-
-
-def error_object(error: Exception) -> dict[str, Any]:
-    status, param = getattr(error, "status", 500), getattr(error, "param", None)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": dict(message=str(error), type=kind, param=param, code=status)}
+        self.status, kind = status, "invalid_request_error" if status < 500 else "server_error"
+        self.object = {"error": dict(message=message, type=kind, param=param, code=status)}
 
 
 class Kind(NamedTuple):
@@ -70,7 +69,8 @@ COUNT, SCORES, SHARE = integer(0, 2**31 - 1), integer(0, LIKELIEST), number(0, 1
 BOTH = dict(
     model=TEXT, stream=FLAG, stream_options=Kind("an object", is_object), max_tokens=COUNT,
     n=integer(1, 32), temperature=number(0, 2), top_p=SHARE, top_k=COUNT, min_p=SHARE,
-    seed=integer(-(2**63), 2**63 - 1), stop=TEXTS, user=TEXT,
+    seed=integer(-(2**63), 2**63 - 1), stop=TEXTS,
+    user=TEXT, prompt_cache_key=TEXT, safety_identifier=TEXT,  # these three change nothing
 )  # fmt: skip
 MESSAGES = Kind("a list of messages", all_of(is_object))
 FIELDS: dict[str, dict[str, Kind]] = dict(
@@ -93,11 +93,9 @@ def read_json(data: bytes) -> Any:
         raise ValueError(f"{name} is not a number of JSON")
 
     try:
-        body = json.loads(data, parse_constant=refuse)
-        json.dumps(body, ensure_ascii=False).encode()  # no half of a surrogate pair
+        return parse_json(data.decode(), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise Refused(f"the body is not JSON: {str(error)[:200]}") from None
-    return body
 
 
 def fields_of(kind: str, body: Any) -> dict[str, Any]:
@@ -114,8 +112,9 @@ def fields_of(kind: str, body: Any) -> dict[str, Any]:
             raise Refused(f"{name} is not supported", name)
     if (needed := "messages" if kind == "chat" else "prompt") not in given:
         raise Refused(f"{needed} is missing", needed)
-    if set(given.get("stream_options", {})) - {"include_usage"}:
-        raise Refused("stream_options has include_usage alone", "stream_options")
+    options = given.get("stream_options", {})
+    if set(options) - {"include_usage"} or not FLAG.holds(options.get("include_usage", False)):
+        raise Refused("stream_options has include_usage alone, true or false", "stream_options")
     return given
 
 
@@ -124,7 +123,9 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "developer", "user", "assistant"):
         raise Refused("a role must be system, developer, user or assistant", "messages")
-    if wrong := {k for k, x in message.items() if x is not None} - {"role", "content", "name"}:
+    # Clients send the model's own messages back, with what is empty, and with its reasoning.
+    wrong = {name for name, x in message.items() if x not in (None, "", [])}
+    if wrong := wrong - {"role", "content", "name", "reasoning_content"}:
         raise Refused(f"{min(wrong)[:80]} is not supported in a message", "messages")
     parts: Any = [dict(type="text", text=content)] if is_text(content) else content
     if not all_of(is_object)(parts) or any(
@@ -134,11 +135,26 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
     return {"role": role, "content": "".join(part["text"] for part in parts)}
 
 
-def prompts_of(session: Session, kind: str, given: dict[str, Any]) -> list[list[int]]:
-    """Encodes what is asked. A text that cannot fit is refused at once, as encoding takes long."""
-    tok, config = session.model.tokenizer, session.model.config
+class Served(NamedTuple):
+    """What is served."""
+
+    session: Session
+    name: str  # of the model
+    most: int  # requests that may be open at once
+    tok: Tokenizer
+    longest: int  # characters of the longest token
+
+
+def served(session: Session, name: str, most: int) -> Served:
+    tok = session.model.tokenizer
     assert tok is not None
-    longest = session.capacity * max(map(len, tok.backend.get_vocab()))
+    return Served(session, name, most, tok, max(map(len, tok.backend.get_vocab())))
+
+
+def prompts_of(served: Served, kind: str, given: dict[str, Any]) -> list[list[int]]:
+    """Encodes what is asked. What cannot fit is refused first, as encoding takes long."""
+    session, tok = served.session, served.tok
+    vocab_size = session.model.config.vocab_size
     if kind == "chat":
         texts: Any = [[plain(message) for message in given["messages"]]]
         sizes = [sum(len(message["content"]) for message in texts[0])]
@@ -146,7 +162,9 @@ def prompts_of(session: Session, kind: str, given: dict[str, Any]) -> list[list[
         texts = given["prompt"]
         texts = [texts] if is_text(texts) or are_ids(texts) else texts
         sizes = [len(text) for text in texts]
-    if max(sizes) > longest:
+    if len(texts) * given.get("n", 1) > served.most:
+        raise Refused(f"a request may ask for {served.most} texts at most", "n")
+    if max(sizes) > session.capacity * served.longest:
         raise Refused(f"the prompt has more tokens than the cache's {session.capacity}")
     try:
         ids = [
@@ -155,8 +173,8 @@ def prompts_of(session: Session, kind: str, given: dict[str, Any]) -> list[list[
         ]
     except ValueError as error:
         raise Refused(str(error)) from None
-    if not all(0 <= i < config.vocab_size for prompt in ids for i in prompt):
-        raise Refused(f"the prompt has an id that is not in [0, {config.vocab_size})", "prompt")
+    if not all(0 <= i < vocab_size for prompt in ids for i in prompt):
+        raise Refused(f"the prompt has an id that is not in [0, {vocab_size})", "prompt")
     return ids
 
 
@@ -171,23 +189,31 @@ class Asked(NamedTuple):
     stream: bool
     usage: bool  # whether it comes at the end of a stream
 
+    @property
+    def object(self) -> str:
+        """What the protocol calls the answer, or a piece of it."""
+        chat = "chat.completion" + ".chunk" * self.stream
+        return "text_completion" if self.kind == "text" else chat
 
-def ask(session: Session, name: str, kind: str, body: Any) -> Asked:
+
+def ask(served: Served, kind: str, body: Any) -> Asked:
     """Reads a request. Refused if it cannot be served."""
-    given, tok, config = fields_of(kind, body), session.model.tokenizer, session.model.config
-    assert tok is not None
-    if given.get("model", name) != name:
-        raise Refused(f"the model here is {name}", "model", 404)
+    given, session, tok = fields_of(kind, body), served.session, served.tok
+    limit = session.model.config.max_position_embeddings
+    if given.get("model", served.name) != served.name:
+        raise Refused(f"the model here is {served.name}", "model", 404)
     get, echo, n = given.get, given.get("echo", False), given.get("n", 1)
     wanted = (
         get("logprobs") if kind == "text" else get("top_logprobs", 0) if get("logprobs") else None
     )
     if get("top_logprobs") is not None and wanted is None:
         raise Refused("top_logprobs goes with logprobs", "top_logprobs")
+    if wanted is not None and not session.logprobs:
+        raise Refused("log-probabilities do not go with --draft mtp", "logprobs")
     requests, most = list[Request](), get("max_completion_tokens", get("max_tokens"))
     if most == 0 and not echo:
         raise Refused("max_tokens must be at least 1, but for echo", "max_tokens")
-    for ids in prompts_of(session, kind, given):
+    for ids in prompts_of(served, kind, given):
         room = session.capacity + 1 - len(ids) if kind == "chat" else 16
         request = Request(
             ids,
@@ -200,7 +226,7 @@ def ask(session: Session, name: str, kind: str, body: Any) -> Asked:
             echo=echo and wanted is not None,
         )
         try:
-            check_request(request, session.capacity, config.max_position_embeddings)
+            check_request(request, session.capacity, limit)
         except ValueError as error:
             raise Refused(str(error)) from None
         seed = get("seed", secrets.randbits(32))
@@ -226,6 +252,7 @@ class Choice:
     offset: int = 0  # characters of all scored tokens that were told
     count: int = 0  # tokens
     counts: Counts = field(default_factory=Counts)
+    begun: bool = False  # whether anything was told
 
 
 def add(asked: Asked, choice: Choice, tok: Tokenizer, event: Event) -> None:
@@ -253,23 +280,29 @@ def tell(asked: Asked, choice: Choice, tok: Tokenizer) -> dict[str, Any]:
         if choice.scores:
             told["logprobs"] = scores_of_text(choice, tok)
     else:
-        message = dict(role="assistant", content=choice.content)
+        message = {} if choice.begun else dict(role="assistant")
+        message["content"] = choice.content
         message |= dict(reasoning_content=choice.reasoning) if choice.reasoning else {}
         told["delta" if asked.stream else "message"] = message
         if choice.scores:
             told["logprobs"] = dict(content=[score_of_chat(tok, *x) for x in choice.scores])
-    choice.content, choice.reasoning, choice.scores = "", "", []
+    choice.content, choice.reasoning, choice.scores, choice.begun = "", "", [], True
     return told
 
 
-def name_of(tok: Tokenizer, token: int) -> str:
-    """The text of a token; or its name, if it holds a part of a character."""
+def spelled(tok: Tokenizer, token: int) -> tuple[str, list[int]]:
+    """The text and the bytes of a token; "bytes:\\xe2" if it holds a part of a character."""
     text = decode(tok, [token], keep_special=True)
-    return str(tok.backend.id_to_token(token)) if "\ufffd" in text else text
+    if "\ufffd" not in text:
+        return text, list(text.encode())
+    piece = str(tok.backend.id_to_token(token))
+    is_byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
+    data = [int(is_byte[1], 16)] if is_byte else [BYTES[c] for c in piece if c in BYTES]
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
 
 
 def scores_of_text(choice: Choice, tok: Tokenizer) -> dict[str, list[Any]]:
-    names, offsets = [name_of(tok, token) for token, _ in choice.scores], list[int]()
+    names, offsets = [spelled(tok, token)[0] for token, _ in choice.scores], list[int]()
     for name in names:
         offsets.append(choice.offset)
         choice.offset += len(name)
@@ -277,7 +310,7 @@ def scores_of_text(choice: Choice, tok: Tokenizer) -> dict[str, list[Any]]:
         tokens=names,
         token_logprobs=[score and score.logprob for _, score in choice.scores],
         top_logprobs=[
-            score and {name_of(tok, i): x for i, x in [*score.likeliest, (token, score.logprob)]}
+            score and {spelled(tok, i)[0]: x for i, x in [*score.likeliest, (token, score.logprob)]}
             for token, score in choice.scores
         ],
         text_offset=offsets,
@@ -286,8 +319,8 @@ def scores_of_text(choice: Choice, tok: Tokenizer) -> dict[str, list[Any]]:
 
 def score_of_chat(tok: Tokenizer, token: int, score: Any) -> dict[str, Any]:
     def one(token: int, logprob: float) -> dict[str, Any]:
-        name = name_of(tok, token)
-        return dict(token=name, logprob=logprob, bytes=list(name.encode()))
+        name, data = spelled(tok, token)
+        return dict(token=name, logprob=logprob, bytes=data)
 
     return one(token, score.logprob) | dict(top_logprobs=[one(*x) for x in score.likeliest])
 
@@ -305,8 +338,3 @@ def usage_of(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
             accepted_prediction_tokens=right, rejected_prediction_tokens=drafts - right
         ),
     )
-
-
-def envelope(asked: Asked, **more: Any) -> dict[str, Any]:
-    kind = "text_completion" if asked.kind == "text" else "chat.completion"
-    return dict(object=kind + ".chunk" * (asked.stream and asked.kind == "chat"), **more)

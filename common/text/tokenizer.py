@@ -194,7 +194,10 @@ def encode_chat(
 def unused_character(messages: Any) -> str:
     """Returns a private-use character that no message contains."""
     used = set(json.dumps(messages, ensure_ascii=False, default=str))
-    return next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
+    for code in range(0xE000, 0xF900):
+        if chr(code) not in used:
+            return chr(code)
+    raise ValueError("the messages have all private-use characters, of which one must be free")
 
 
 def cut_controls(tok: Tokenizer, message: Any, cut: str) -> Any:
