@@ -401,11 +401,12 @@ PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
     """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
-    dense, qwen2 = hf.get("model_type") in ("qwen2", "qwen3"), hf.get("model_type") == "qwen2"
+    kind = hf.get("model_type")
+    dense, qwen2 = kind in ("qwen2", "qwen3"), kind == "qwen2"
     fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0)
     fields |= dict(qwen2=qwen2, fp8=is_fp8(hf, PROJECTIONS)) | (DENSE if dense else {})
     heads, layers = dict(num_key_value_heads=all_heads), dict(mlp_only_layers=lambda c: ())
-    # Refused: another activation, biases, q and k without norms, a shared expert, sliding windows.
+    # Refused: another activation, a shared expert, sliding windows; in Qwen3 biases and no norms.
     # (use_sliding_window may be true in a dense model in which no layer has a window.)
     accepted: dict[str, Any] = dict(hidden_act=SILU, use_mrope=False)
     if not qwen2:

@@ -22,6 +22,7 @@ import openai
 import pytest
 from engine import ENVIRONMENT, ROOT
 
+from common.server.http import Guard
 from common.server.protocol import FIELDS, UNSUPPORTED, spelled
 from common.serving.load import load
 from common.serving.serve import complete, serve
@@ -542,6 +543,13 @@ def test_who_has_no_key_is_refused(chat_model):
     assert code == 0 and "secret" not in told
 
 
+def test_a_key_may_have_any_characters():
+    guard = Guard(None, set(), [], "schlüssel")
+    for key, is_in in (("schlüssel", True), ("schlussel", False)):
+        given = [(b"authorization", f"Bearer {key}".encode())]
+        assert (guard.refusal(dict(headers=given, path="/v1/models")) is None) == is_in
+
+
 # ---- load and faults
 
 
@@ -637,9 +645,14 @@ http.tell = fail"""
             body = dict(prompt="A secret", max_tokens=3, stream=stream)
             answer = server.call("POST", "/v1/completions", json.dumps(body).encode())[2]
             assert "the server has made a mistake" in answer
+        with socket.create_connection(("127.0.0.1", server.port)) as gone:  # in mid-sentence
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost:{server.port}\r\n"
+            gone.sendall(f"{head}Content-Length: 99\r\n\r\n{{".encode())
+            time.sleep(0.2)
         assert within(10, server.is_idle)
         code, told = server.end()
-    assert code == 0 and told.count("[a request failed: KeyError]") == 2 and "secret" not in told
+    assert told.count("[a request failed") == told.count("[a request failed: KeyError]") == 2
+    assert code == 0 and "secret" not in told
 
 
 @pytest.mark.full

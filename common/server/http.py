@@ -1,6 +1,6 @@
 """A session over HTTP. The thread that starts this steps the session. A second one runs the event
-loop, which has the connections. They pass messages; beyond that, each only reads counts of the
-other's."""
+loop, which has the connections. They pass messages. Apart from that, each one only looks at what
+the other one counts."""
 
 import argparse
 import asyncio
@@ -29,6 +29,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Call
 from starlette.responses import (
     FileResponse,
@@ -46,7 +47,7 @@ from common.server.protocol import (
     add,
     ask,
     read_json,
-    served,
+    served_by,
     tell,
     usage_of,
 )
@@ -203,7 +204,7 @@ class Api:
     def __init__(self, desk: Desk, name: str):
         self.desk, self.session, self.created = desk, desk.session, int(time.time())
         self.tok: Any = desk.session.model.tokenizer
-        self.served = served(self.session, name, desk.most)
+        self.served = served_by(self.session, name, desk.most)
 
     async def complete(self, call: Call, kind: str) -> Response:
         self.desk.check_room(1)  # before a long text is encoded
@@ -300,7 +301,8 @@ class Guard:
         known = origin is None or origin.partition("//")[2].lower() == host
         if self.names and not known and not {origin, "*"} & {*self.origins}:
             return Refused("pages of this origin may not call: see --allow-origin", status=403)
-        given, wanted = headers.get(b"authorization", "").encode(), f"Bearer {self.key}".encode()
+        given = headers.get(b"authorization", "").encode("latin-1")  # the bytes that came
+        wanted = f"Bearer {self.key}".encode()
         open_to_all = scope["path"] in ("/", "/health")
         if self.key and not open_to_all and not hmac.compare_digest(given, wanted):
             return Refused("the API key is missing or wrong", status=401)
@@ -312,6 +314,8 @@ def refusal_of(error: Exception) -> Refused:
     client has sent."""
     if isinstance(error, HTTPException):
         return Refused(error.detail, status=error.status_code)
+    if isinstance(error, ClientDisconnect):  # in the middle of a body
+        return Refused("the client has gone", status=499)
     if isinstance(error, Refused):
         return error
     where = "".join(traceback.format_tb(error.__traceback__))

@@ -145,7 +145,7 @@ class Served(NamedTuple):
     longest: int  # characters of the longest token
 
 
-def served(session: Session, name: str, most: int) -> Served:
+def served_by(session: Session, name: str, most: int) -> Served:
     tok = session.model.tokenizer
     assert tok is not None
     return Served(session, name, most, tok, max(map(len, tok.backend.get_vocab())))
