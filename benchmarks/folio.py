@@ -21,7 +21,8 @@ from benchmarks.worker import (
 from common.command.environment import configure_jax
 from common.kernels.ragged_dot import ragged_dot
 from common.machines.bandwidth import experts_read, read_bandwidth, step_bytes
-from common.quant import Mxfp4, Transposed, is_stored, linear
+from common.products import linear
+from common.quant import Mxfp4, Transposed, is_stored
 from common.serving.load import load
 from common.serving.serve import serve
 from common.serving.session import Request, Session, cache_dtype, capacity_for, start_session

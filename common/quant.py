@@ -1,13 +1,11 @@
-"""The forms in which a matrix is stored (plain, transposed, in 8 or in 4 bits), and the products
-that take any form.
+"""The forms in which a matrix is stored: plain, transposed, in 8 or in 4 bits.
 
-Only `linear`, `headwise`, `embed_rows` and, for stacks of expert matrices, `ragged_dot` ask how a
+Only the functions of `common.products` and, for stacks of expert matrices, `ragged_dot` ask how a
 matrix is stored. Models call them and never branch. Matrices are [out, in], as published.
 """
 
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +20,9 @@ Array = jax.Array
 
 FP8_BLOCK = 128  # rows and columns of a published fp8 matrix that share a scale
 MXFP4_GROUP = 32  # neighbours in a row that share a scale
-# For so many rows of bfloat16 it pays to write the matrix out in float32, if float32 products are
-# faster. For more rows, x itself would take much memory in float32.
-WIDENED_ROWS = range(256, 1025)
+# The largest number of a group becomes each of these integers, as scales are tried: first, step,
+# and how many.
+STEPS = (-9.0, 0.25, 13)
 
 
 class Int8(NamedTuple):
@@ -60,18 +58,29 @@ class Mxfp4(NamedTuple):
     scale: Array  # uint8 [.., out, in / 32]
 
 
-Matrix = Array | Int8 | Transposed | Fp8 | Mxfp4  # or a stack of matrices in one of these forms
+class Grouped(NamedTuple):
+    """values * scale. Neighbours in a row share a scale, in groups of equal size. A matrix
+    [out, in] is stored as [in, out], so a scale is multiplied by whole vectors of a TPU."""
+
+    values: Array  # int4 or int8 [.., in, out]
+    scale: Array  # a float [.., groups of in, out]
+
+
+# A matrix, or a stack of matrices, in one of these forms.
+Matrix = Array | Int8 | Transposed | Fp8 | Mxfp4 | Grouped
 
 
 class Storage(NamedTuple):
     """A way to store matrices that a user chooses when they are loaded."""
 
+    name: str
     # From one device's part of [.., out, in], and the dtype of the model.
     convert: Callable[[Array, DTypeLike], Matrix]
     specs: Callable[[PartitionSpec], Any]  # of the arrays, from the spec of [.., out, in]
     kinds: tuple[str, ...]  # the kinds of weights that it applies to; see `Weight`
-    bytes: int | None = None  # of one number, without scales; None: those of the model's dtype
+    bytes: float | None = None  # of one number, without scales; None: those of the model's dtype
     requantizes: tuple[type, ...] = ()  # published forms that it replaces
+    rest: Any = None  # the Storage of the other kinds; None: they stay as they are
 
 
 def quantize_rows(x: Array) -> tuple[Array, Array]:
@@ -87,6 +96,47 @@ def quantize_weight(w: Array, dtype: DTypeLike | None = None) -> Int8:
     """One device's part of matrices [.., out, in] as int8 with a scale per output channel."""
     values, scale = quantize_rows(w)
     return Int8(values, scale[..., None, :])
+
+
+def quantize_groups(
+    w: Array, dtype: DTypeLike | None = None, group: int = 64, kept: DTypeLike = jnp.int4
+) -> Grouped:
+    """One device's part of matrices [.., out, in] as 4-bit integers, whose dtype is `kept`, with a
+    bfloat16 scale for each group of at most `group` neighbours in a row. The groups are equal.
+
+    A scale that cuts off the largest number of a group a little makes all others finer. So several
+    scales are tried, and the one with the smallest sum of squared errors is kept. The integers go
+    from -8 to 7, so a scale is negative if the largest number is positive.
+    """
+    *lead, n_out, n_in = w.shape
+    groups = next(n for n in range(-(-n_in // group), n_in + 1) if n_in % n == 0)
+
+    def matrix(w: Array) -> Grouped:
+        w = w.astype(jnp.float32).swapaxes(-1, -2).reshape(groups, n_in // groups, n_out)
+        largest = jnp.take_along_axis(w, jnp.argmax(jnp.abs(w), 1, keepdims=True), 1)
+
+        def rounded(scale: Array) -> Array:
+            safe = jnp.where(scale == 0, 1, scale)
+            return jnp.where(scale == 0, 0, jnp.clip(jnp.round(w / safe), -8, 7))
+
+        def attempt(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
+            q = rounded(largest / (STEPS[0] + i * STEPS[1]))
+            # The best scale for these integers, as it will be stored.
+            square = (q * q).sum(1, keepdims=True)
+            scale = (w * q).sum(1, keepdims=True) / jnp.where(square == 0, 1, square)
+            scale = scale.astype(jnp.bfloat16).astype(jnp.float32)
+            error = jnp.square(rounded(scale) * scale - w).sum(1, keepdims=True)
+            return jnp.minimum(error, best[0]), jnp.where(error < best[0], scale, best[1])
+
+        worst = jnp.full_like(largest, jnp.inf), jnp.zeros_like(largest)
+        scale = lax.fori_loop(0, STEPS[2], attempt, worst)[1]
+        return Grouped(
+            rounded(scale).reshape(n_in, n_out).astype(kept), scale[:, 0].astype(jnp.bfloat16)
+        )
+
+    # One matrix after the other, so the temporary arrays are those of one.
+    parts = lax.map(matrix, w.reshape(-1, n_out, n_in))
+    return Grouped(*(a.reshape(*lead, *a.shape[1:]) for a in parts))
 
 
 def transpose_weight(w: Array, dtype: DTypeLike) -> Transposed:
@@ -133,7 +183,13 @@ SPECS: dict[type, Callable[[PartitionSpec], Any]] = {
     Transposed: lambda spec: Transposed(swapped(spec)),
     Fp8: lambda spec: Fp8(P(*spec), P(*spec)),
     Mxfp4: lambda spec: Mxfp4(P(*spec), P(*spec)),
+    Grouped: lambda spec: Grouped(swapped(spec), swapped(spec)),
 }
+
+
+def bits_of(dtype: DTypeLike) -> int:
+    """How many bits a number takes in memory. `itemsize` is a whole byte even for int4."""
+    return 4 if dtype == jnp.int4 else 8 * jnp.dtype(dtype).itemsize
 
 
 def is_stored(w: Any) -> bool:
@@ -141,136 +197,39 @@ def is_stored(w: Any) -> bool:
     return type(w) in SPECS
 
 
-INT8 = Storage(quantize_weight, SPECS[Int8], ("matrix", "headwise", "stack"), 1, (Fp8,))
+KINDS = ("matrix", "table", "headwise", "stack")
+INT8 = Storage("int8", quantize_weight, SPECS[Int8], KINDS, 1, (Fp8,))
 # XLA on CPU multiplies a few rows of float32 by a transposed matrix 1.4 times as fast.
-TRANSPOSED = Storage(transpose_weight, SPECS[Transposed], ("matrix",))
-
-
-def linear(x: Array, w: Matrix, out_dtype: DTypeLike | None = None) -> Array:
-    """x [..., in] times the transpose of w [out, in], summed in float32: [..., out] in `out_dtype`,
-    or in x's dtype if that is not given.
-
-    On CPU, x is rounded to int8 row by row where w is int8: CPUs have an instruction for that
-    product. For any other, XLA would first write the whole weight out in a wider dtype.
-    """
-    *lead, width = x.shape
-    rows = x.reshape(-1, width)
-    n = rows.shape[0]
-    if n == 1 and (isinstance(w, Int8) or x.dtype != jnp.float32):
-        # For one row XLA on CPU would upcast the whole weight; for two it reads the weight as it
-        # is.
-        rows = jnp.pad(rows, ((0, 1), (0, 0)))
-    if isinstance(w, Int8):
-        y = lax.platform_dependent(rows, w.values, cpu=int8_product, default=upcast_product)
-        y = y * w.scale
-    elif isinstance(w, Transposed):
-        y = product(rows, w.values, contract=0)
-    else:
-        y = product(rows, dense(w, rows.dtype))
-    return y[:n].astype(out_dtype or x.dtype).reshape(*lead, -1)
-
-
-def product(x: Array, w: Array, contract: int = 1, sum_dtype: DTypeLike = jnp.float32) -> Array:
-    """x [rows, in] times a matrix, whose axis `contract` is summed over: [rows, out] in
-    `sum_dtype`."""
-
-    def multiply(x: Array, w: Array) -> Array:
-        # Without HIGHEST, a TPU would multiply float32 in bfloat16 and a GPU in tf32.
-        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        axes = (((1,), (contract,)), ((), ()))
-        return lax.dot_general(x, w, axes, precision=precision, preferred_element_type=sum_dtype)
-
-    def widened(x: Array, w: Array) -> Array:
-        return multiply(x.astype(jnp.float32), w.astype(jnp.float32))
-
-    if x.dtype == jnp.bfloat16 and len(x) in WIDENED_ROWS and not has_matrix_unit():
-        return lax.platform_dependent(x, w, cpu=widened, default=multiply)
-    return multiply(x, w)
+TRANSPOSED = Storage("transposed", transpose_weight, SPECS[Transposed], ("matrix", "table"))
+INT4_GROUP = 64
 
 
 @cache
-def has_matrix_unit() -> bool:
-    """Whether this CPU is assumed to multiply many rows faster in bfloat16 than in float32. It is
-    assumed of all CPUs except those of which Linux says that they have AVX and no AMX."""
-    try:
-        info = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return True
-    return "amx_bf16" in info or "avx" not in info
+def int4(group: int, on_cpu: bool) -> Storage:
+    """4 bits for matrices and stacks, int8 for the rest. On CPU the integers are kept in int8,
+    because XLA there takes a byte for each anyway."""
+    kept = jnp.int8 if on_cpu else jnp.int4
+    convert = partial(quantize_groups, group=group, kept=kept)
+    kinds = ("matrix", "stack")
+    return Storage("int4", convert, SPECS[Grouped], kinds, 1 if on_cpu else 0.5, (Fp8,), INT8)
 
 
-def upcast_product(x: Array, values: Array) -> Array:
-    # XLA fuses the cast into the product, so no wide copy of the weight is in memory.
-    return product(x, values.astype(x.dtype))
-
-
-def int8_product(x: Array, values: Array) -> Array:
-    x_int8, scale = quantize_rows(x)
-    return product(x_int8, values, sum_dtype=jnp.int32).astype(jnp.float32) * scale[:, None]
-
-
-def dense(w: Matrix, dtype: DTypeLike) -> Array:
-    """A plain matrix as it is, and one in 8-bit floats as a plain matrix of `dtype`."""
-    if isinstance(w, Fp8):
-        return dequantize_fp8(w).astype(dtype)
-    if not isinstance(w, Array):
-        raise ValueError(f"only ragged_dot takes a matrix stored as {type(w).__name__}")
-    return w
-
-
-def headwise(x: Array, w: Matrix, rows: slice, transpose: bool = False) -> Array:
-    """Multiplies each head's vector by some rows of that head's own matrix, summed in float32.
-
-    Args:
-      x: [B, T, N, I]; with `transpose` [B, T, N, O], where O is the number of rows.
-      w: the matrices of all heads, one after the other, plain, Int8 or Fp8: [N * height, I].
-      rows: which rows of each head's matrix.
-
-    Returns [B, T, N, O], or with `transpose` [B, T, N, I], in x's dtype.
-    """
-    equation = "btno,noi->btni" if transpose else "btni,noi->btno"
-
-    def of_heads(w: Array) -> Array:
-        return w.reshape(x.shape[2], -1, *w.shape[1:])[:, rows]
-
-    if not isinstance(w, Int8):
-        return product_of_heads(equation, x, of_heads(dense(w, x.dtype))).astype(x.dtype)
-    values, scale_NO = of_heads(w.values).astype(x.dtype), of_heads(w.scale[0])
-    if transpose:  # the scales belong to the axis that is summed over
-        x = (x * scale_NO).astype(x.dtype)
-        return product_of_heads(equation, x, values).astype(x.dtype)
-    return (product_of_heads(equation, x, values) * scale_NO).astype(x.dtype)
-
-
-def product_of_heads(equation: str, x: Array, w_NOI: Array) -> Array:
-    """Sums in float32. On CPU it also multiplies in float32, because XLA's batched products there
-    do not take bfloat16."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dot = partial(jnp.einsum, equation, precision=precision, preferred_element_type=jnp.float32)
-
-    def wide(x: Array, w: Array) -> Array:
-        return dot(x.astype(jnp.float32), w.astype(jnp.float32))
-
-    return lax.platform_dependent(x, w_NOI, cpu=wide, default=dot)
-
-
-def embed_rows(table_VD: Matrix, ids: Array, dtype: DTypeLike) -> Array:
-    """Rows `ids` [...] of an embedding table [V, D]: [..., D] in `dtype`. An id outside [0, V),
-    which another device holds, gives zeros."""
-    own = (ids >= 0) & (ids < out_features(table_VD))
-    ids = jnp.where(own, ids, 0)
-    if isinstance(table_VD, Int8):
-        rows = table_VD.values[ids].astype(jnp.float32) * table_VD.scale[0, ids][..., None]
-    elif isinstance(table_VD, Transposed):
-        rows = jnp.moveaxis(table_VD.values[:, ids], 0, -1)
-    else:
-        rows = dense(table_VD, dtype)[ids]
-    return jnp.where(own[..., None], rows, 0).astype(dtype)
+def storage_named(name: str | None, on_cpu: bool = False) -> Storage | None:
+    """The storage that `--quant` names: "int8", "int4" with groups of 64, or "int4:32" with groups
+    of another size. ValueError for any other name."""
+    if name is None:
+        return None
+    if name == "int8":
+        return INT8
+    kind, _, group = name.partition(":")
+    if kind != "int4" or not (group or "64").isdecimal() or int(group or 64) < 2:
+        raise ValueError(f"quant {name!r} is not one of int8, int4 and int4:GROUP")
+    return int4(int(group or INT4_GROUP), on_cpu)
 
 
 def out_features(w: Matrix) -> int:
     """The number of rows of a matrix [out, in]."""
-    if isinstance(w, Transposed):
+    if isinstance(w, Transposed | Grouped):
         return w.values.shape[1]
     return (w if isinstance(w, Array) else w.values).shape[0]
 
@@ -293,6 +252,13 @@ def dequantize_mxfp4(w: Mxfp4) -> Array:
     byte = w.values.astype(jnp.int32).reshape(*lead, groups, MXFP4_GROUP // 2, 1)
     codes = (byte >> jnp.array([0, 4])) & 15
     return (e2m1(codes) * e8m0(w.scale)[..., None, None]).reshape(*lead, -1)
+
+
+def dequantize_groups(w: Grouped) -> Array:
+    """The float32 matrices, transposed: [.., in, out]."""
+    *lead, groups, n_out = w.scale.shape
+    values = w.values.astype(jnp.float32).reshape(*lead, groups, -1, n_out)
+    return (values * w.scale[..., None, :]).reshape(w.values.shape)
 
 
 def e2m1(code: Array) -> Array:

@@ -12,7 +12,17 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from common.quant import FP8_BLOCK, MXFP4_GROUP, SHAPES, SPECS, Fp8, Mxfp4, Shape, Storage
+from common.quant import (
+    FP8_BLOCK,
+    MXFP4_GROUP,
+    SHAPES,
+    SPECS,
+    Fp8,
+    Mxfp4,
+    Shape,
+    Storage,
+    Transposed,
+)
 from common.sharding import EXPERT, TENSOR, P, Shards
 
 
@@ -21,7 +31,7 @@ class Weight(NamedTuple):
 
     shape: Shape  # of a matrix [out, in], in whatever form it is stored
     spec: PartitionSpec
-    kind: Literal["array", "matrix", "headwise", "stack"]
+    kind: Literal["array", "matrix", "table", "headwise", "stack"]
     published: type | None = None  # the form in which a checkpoint holds it: Fp8, Mxfp4, ...
     dtype: DTypeLike | None = None  # None: the dtype of the model
     initial: float | None = None  # fills a new weight; None: random numbers
@@ -47,8 +57,13 @@ def array(shape: Shape, spec: PartitionSpec | None = None, dtype: DTypeLike | No
 
 
 def matrix(shape: Shape, spec: PartitionSpec, published: type | None = None) -> Any:
-    """A matrix [out, in] for `linear` or `embed_rows`."""
+    """A matrix [out, in] for `linear`."""
     return Weight(shape, spec, "matrix", published)
+
+
+def vocab_rows(shape: Shape, spec: PartitionSpec) -> Any:
+    """A matrix [V, D] with a row for each token of the vocabulary: the embedding, or the head."""
+    return Weight(shape, spec, "table")
 
 
 def headwise_matrix(shape: Shape, spec: PartitionSpec, published: type | None = None) -> Any:
@@ -66,13 +81,14 @@ def is_weight(x: Any) -> bool:
     return isinstance(x, Weight)
 
 
-def takes(weight: Weight, storage: Storage | None) -> bool:
-    """Whether a weight is kept in the storage that the user chose. Weights that are published in 4
-    bits stay as they are; weights published in fp8 are replaced by int8 alone."""
-    if storage is None:
-        return False
-    stays = weight.published in (Fp8, Mxfp4) and weight.published not in storage.requantizes
-    return weight.kind in storage.kinds and not stays
+def storage_of(weight: Weight, storage: Storage | None) -> Storage | None:
+    """The storage in which a weight is kept if the user chose `storage`; None: as it is published.
+    So are weights whose published form that storage does not replace, such as those in 4 bits."""
+    while storage is not None and weight.kind not in storage.kinds:
+        storage = storage.rest
+    if storage is None or weight.published not in (None, Transposed, *storage.requantizes):
+        return None
+    return storage
 
 
 def published_arrays(weight: Weight) -> Any:

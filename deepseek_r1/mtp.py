@@ -23,7 +23,8 @@ from jax.typing import DTypeLike
 from common.cache import RowCache, capacity_of, copy_slots
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.names import Table, fp8_table
-from common.quant import Matrix, linear
+from common.products import linear
+from common.quant import Matrix
 from common.sampling import Sampling, sample
 from common.sharding import DATA, MODEL, UNSPLIT, P, Shards
 from common.speculate import NO_TOKEN, counting, verify

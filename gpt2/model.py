@@ -47,11 +47,12 @@ from common.cache import LayerCache, append, attend, capacity_of, copy_slots, em
 from common.config import head_dim, read_config
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.names import Order, Same, Table
-from common.quant import Matrix, Transposed, embed_rows, linear, out_features
+from common.products import embed_rows, linear
+from common.quant import Matrix, Transposed, out_features
 from common.ranges import Count, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, MODEL, UNSPLIT, P, Shards, round_up, split_fused, split_heads
-from common.weights import array, bias, matrix, norm, specs_like
+from common.weights import array, bias, matrix, norm, specs_like, vocab_rows
 
 
 class Config(NamedTuple):
@@ -68,7 +69,7 @@ class Config(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Each Matrix is an Array, Int8 or Transposed: the loader decides. `linear` takes all."""
+    """The loader decides how each Matrix is stored. `linear` takes all forms."""
 
     attn_norm: Array  # [D]
     attn_norm_bias: Array  # [D]
@@ -298,7 +299,7 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
         b_down=bias((D,)),
     )
     return Weights(
-        embed=matrix((V, D), out),
+        embed=vocab_rows((V, D), out),
         positions=array((c.max_position_embeddings, D)),
         layers=(layer,) * c.num_hidden_layers,
         norm=norm(D),

@@ -55,11 +55,12 @@ from common.experts import group_by_expert, num_experts
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Axes, Order, Same, Table
-from common.quant import MXFP4_GROUP, Matrix, Mxfp4, embed_rows, linear, out_features
+from common.products import embed_rows, linear
+from common.quant import MXFP4_GROUP, Matrix, Mxfp4, out_features
 from common.ranges import Above1, AtLeast1, AtMost, Count, Divides, Even, OneEach, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, P, Shards, round_up, split_heads
-from common.weights import array, bias, matrix, norm, specs_like, stack
+from common.weights import array, bias, matrix, norm, specs_like, stack, vocab_rows
 
 SWIGLU_ALPHA = 1.702  # not in the published config.json
 LayerType = Literal["sliding_attention", "full_attention"]
@@ -120,7 +121,7 @@ class Sliding(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Each Matrix is an Array, Int8, Transposed or (in `ragged_dot`) Mxfp4: the loader decides."""
+    """The loader decides how each Matrix is stored. `linear` and `ragged_dot` take all forms."""
 
     sliding: Sliding | None
     attn_norm: Array  # [D]
@@ -466,10 +467,10 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     sliding = layer._replace(sliding=Sliding())
     kinds = dict(sliding_attention=sliding, full_attention=layer)
     return Weights(
-        embed=matrix((V, D), out),
+        embed=vocab_rows((V, D), out),
         layers=tuple(kinds[c.layer_types[i]] for i in range(c.num_hidden_layers)),
         norm=norm(D),
-        head=None if c.tie_word_embeddings else matrix((V, D), out),
+        head=None if c.tie_word_embeddings else vocab_rows((V, D), out),
     )
 
 

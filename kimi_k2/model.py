@@ -81,11 +81,12 @@ from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Same, Table, fp8_table
-from common.quant import FP8_BLOCK, Fp8, Matrix, embed_rows, headwise, linear, out_features
+from common.products import embed_rows, headwise, linear
+from common.quant import FP8_BLOCK, Fp8, Matrix, out_features
 from common.ranges import Above1, AtLeast1, AtMost, Count, Even, Index, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, P, Shards, round_up, split_heads
-from common.weights import array, bias, headwise_matrix, matrix, norm, specs_like, stack
+from common.weights import array, bias, headwise_matrix, matrix, norm, specs_like, stack, vocab_rows
 
 INNER_EPS = 1e-6  # of the norms inside attention: the published code ignores rms_norm_eps there
 
@@ -147,7 +148,7 @@ class Moe(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Each Matrix is an Array, Int8, Fp8 or Transposed: the loader decides. `linear` takes all."""
+    """The loader decides how each Matrix is stored. `linear` and `ragged_dot` take all forms."""
 
     attn_norm: Array  # [D]
     wq_a: Matrix | None  # [Q, D]
@@ -594,10 +595,10 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     first = layer._replace(mlp=dense(c.intermediate_size))
     layers = range(c.num_hidden_layers)
     return Weights(
-        embed=matrix((V, D), out),
+        embed=vocab_rows((V, D), out),
         layers=tuple(first if i < c.first_k_dense_replace else layer for i in layers),
         norm=norm(D),
-        head=None if c.tie_word_embeddings else matrix((V, D), out),
+        head=None if c.tie_word_embeddings else vocab_rows((V, D), out),
     )
 
 

@@ -43,11 +43,12 @@ from common.cache import LayerCache, append, attend, capacity_of, copy_slots, em
 from common.config import SILU, all_heads, head_dim, read_config, read_rope
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.names import Order, Same, Table
-from common.quant import Matrix, embed_rows, linear, out_features
+from common.products import embed_rows, linear
+from common.quant import Matrix, out_features
 from common.ranges import Above1, AtLeast1, Count, Divides, Even, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, MODEL, UNSPLIT, P, Shards, round_up, split_heads
-from common.weights import matrix, norm, specs_like
+from common.weights import matrix, norm, specs_like, vocab_rows
 
 
 class RopeScaling(NamedTuple):
@@ -77,7 +78,7 @@ class Config(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Each Matrix is an Array, Int8 or Transposed: the loader decides. `linear` takes all."""
+    """The loader decides how each Matrix is stored. `linear` takes all forms."""
 
     attn_norm: Array  # [D]
     wq: Matrix  # [N * H, D]
@@ -334,10 +335,10 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
         w_down=matrix((D, F), into),
     )
     return Weights(
-        embed=matrix((V, D), out),
+        embed=vocab_rows((V, D), out),
         layers=(layer,) * c.num_hidden_layers,
         norm=norm(D),
-        head=None if c.tie_word_embeddings else matrix((V, D), out),
+        head=None if c.tie_word_embeddings else vocab_rows((V, D), out),
     )
 
 

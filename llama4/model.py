@@ -56,7 +56,8 @@ from common.experts import group_by_expert, num_experts
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Axes, Order, Same, Table
-from common.quant import Matrix, embed_rows, linear, out_features
+from common.products import embed_rows, linear
+from common.quant import Matrix, out_features
 from common.ranges import Above1, AtLeast1, AtMost, Count, Divides, Even, Index, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import (
@@ -71,7 +72,7 @@ from common.sharding import (
     split_fused,
     split_heads,
 )
-from common.weights import array, matrix, norm, specs_like, stack
+from common.weights import array, matrix, norm, specs_like, stack, vocab_rows
 
 
 class RopeScaling(NamedTuple):
@@ -138,7 +139,7 @@ class Rotary(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Each Matrix is an Array, Int8 or Transposed: the loader decides. `linear` takes all."""
+    """The loader decides how each Matrix is stored. `linear` and `ragged_dot` take all forms."""
 
     rotary: Rotary | None
     attn_norm: Array  # [D]
@@ -497,10 +498,10 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
         return layer._replace(rotary=Rotary() if is_rotary(i, c) else None, mlp=mlp)
 
     return Weights(
-        embed=matrix((V, D), out),
+        embed=vocab_rows((V, D), out),
         layers=tuple(layer_at(i) for i in range(c.num_hidden_layers)),
         norm=norm(D),
-        head=None if c.tie_word_embeddings else matrix((V, D), out),
+        head=None if c.tie_word_embeddings else vocab_rows((V, D), out),
     )
 
 

@@ -55,11 +55,12 @@ from common.experts import group_by_expert, num_experts
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Order, Same, Table, fp8_table
-from common.quant import FP8_BLOCK, Fp8, Matrix, embed_rows, linear, out_features
+from common.products import embed_rows, linear
+from common.quant import FP8_BLOCK, Fp8, Matrix, out_features
 from common.ranges import Above1, AtLeast1, AtMost, Count, Divides, Even, Index, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, P, Shards, round_up, split_heads
-from common.weights import array, bias, matrix, norm, specs_like, stack
+from common.weights import array, bias, matrix, norm, specs_like, stack, vocab_rows
 
 
 class Yarn(NamedTuple):
@@ -112,7 +113,7 @@ class Moe(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Each Matrix is an Array, Int8, Fp8 or Transposed: the loader decides. `linear` takes all."""
+    """The loader decides how each Matrix is stored. `linear` and `ragged_dot` take all forms."""
 
     attn_norm: Array  # [D]
     wq: Matrix  # [N * H, D]
@@ -481,10 +482,10 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     )
     sparse = layer._replace(mlp=Moe(router=array((E, D)), experts=of_experts))
     return Weights(
-        embed=matrix((V, D), out),
+        embed=vocab_rows((V, D), out),
         layers=tuple(sparse if is_sparse(i, c) else layer for i in range(c.num_hidden_layers)),
         norm=norm(D),
-        head=None if c.tie_word_embeddings else matrix((V, D), out),
+        head=None if c.tie_word_embeddings else vocab_rows((V, D), out),
     )
 
 

@@ -37,7 +37,7 @@ from golden import (
 
 from common.config import read_config
 from common.loading.checkpoint import load_weights
-from common.quant import INT8, TRANSPOSED, Fp8
+from common.quant import INT8, TRANSPOSED, Fp8, Grouped, Int8, dequantize_groups, int4, is_stored
 from common.ranges import Index
 from common.sharding import Shards, make_mesh, parse_mesh, split_heads
 from common.weights import by_path, check_divides
@@ -216,6 +216,31 @@ def test_transposed_weights_give_the_same_logits(family, variant, axes):
     """The command line on CPU stores float32 matrices transposed."""
     engine = load(family, variant, axes, storage=TRANSPOSED)
     assert_golden(stepwise_logits(engine), engine, atol=FAMILIES[family].atol)
+
+
+@pytest.mark.one_in(3)
+@SECOND
+@pytest.mark.parametrize("axes", ["", pytest.param("tensor=2", marks=full)])
+def test_weights_in_4_bits_compute_with_the_numbers_that_they_stand_for(family, variant, axes):
+    """What is in int8 is widened in both, because a product with it rounds activations."""
+    if axes and not fits(family, variant, axes):
+        axes = next(iter(meshes(family, variant)))
+    engine = load(family, variant, axes, storage=int4(8, True))
+
+    def widened(kind, wide, weights):
+        change = lambda w: wide(w) if isinstance(w, kind) else w
+        return jax.tree.map(change, weights, is_leaf=is_stored)
+
+    weights = widened(Int8, lambda w: w.values * w.scale.swapaxes(-1, -2), engine.weights)
+    plain = widened(Grouped, lambda w: dequantize_groups(w).swapaxes(-1, -2), weights)
+    leaves = jax.tree.leaves(weights, is_leaf=is_stored)
+    kinds = [w.kind for w in by_path(engine.model.weight_layout(engine.config)).values()]
+    assert sum(isinstance(w, Grouped) for w in leaves) >= kinds.count("matrix") > 0
+    want = np.concatenate(stepwise_logits(engine._replace(weights=plain)))
+    got = np.concatenate(stepwise_logits(engine._replace(weights=weights)))
+    assert_close(got, want, atol=FAMILIES[family].atol)
+    golden = np.concatenate([prompt.logits for prompt in goldens(family, variant)])
+    assert_close(got, golden, rms=0.6)
 
 
 # ---- implementations of the same computation

@@ -11,24 +11,37 @@ from compare import assert_close
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from common import quant
+from common import products
+from common.products import WIDENED_ROWS, embed_rows, headwise, linear
 from common.quant import (
     INT8,
     TRANSPOSED,
-    WIDENED_ROWS,
     Fp8,
+    Grouped,
     Int8,
+    Mxfp4,
     Transposed,
     dequantize_fp8,
-    embed_rows,
-    headwise,
-    linear,
+    int4,
+    out_features,
+    quantize_groups,
     quantize_rows,
+    storage_named,
 )
 from common.sharding import P
-from common.weights import matrix, norm, specs_like
+from common.weights import (
+    array,
+    headwise_matrix,
+    matrix,
+    norm,
+    specs_like,
+    stack,
+    storage_of,
+    vocab_rows,
+)
 
 INT32 = np.iinfo(np.int32)
+INT4 = int4(64, False)
 
 # ---- quantised rows
 
@@ -58,6 +71,104 @@ def test_a_row_of_zeros_stays_zeros_beside_others():
         values, scale = map(np.asarray, quantize_rows(x))
     assert scale[1, 2] == np.float32(1 / 127) and (values[1, 2] == 127).all()
     assert np.count_nonzero(scale) == 1 and np.count_nonzero(values) == 5
+
+
+# ---- groups of 4-bit integers
+
+
+def numbers(w):
+    """The float64 matrix [out, in] that a Grouped stands for."""
+    values, scale = np.asarray(w.values).astype(np.float64), np.asarray(w.scale).astype(np.float64)
+    group = len(values) // len(scale)
+    return (values * scale[np.arange(len(values)) // group]).T
+
+
+def errors_of_the_largest(w, group):
+    """The squared error of each group, if its largest number is given the integer -8."""
+    groups = w.reshape(len(w), -1, group)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)
+    scale = np.where(largest == 0, 1, largest / -8)
+    rounded = np.clip(np.round(groups / scale), -8, 7)
+    return np.square(rounded * scale - groups).sum(-1)
+
+
+GROUPS = [((6, 96), 64, 48), ((7, 128), 64, 64), ((5, 14), 4, 2)]  # shape, asked for, used
+
+
+@pytest.mark.parametrize("kept", [jnp.int4, jnp.int8])
+@pytest.mark.parametrize("shape, group, used", GROUPS)
+def test_equal_groups_in_4_bits_err_less_than_with_the_scale_of_the_largest(
+    shape, group, used, kept
+):
+    w = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    w[1, :used] = 0
+    q = jax.jit(functools.partial(quantize_groups, group=group, kept=kept))(jnp.asarray(w))
+    assert q.values.dtype == kept and q.values.shape == shape[::-1]
+    assert q.scale.dtype == jnp.bfloat16 and q.scale.shape == (shape[1] // used, shape[0])
+    assert set(np.unique(np.asarray(q.values).astype(int))) <= set(range(-8, 8))
+    errors = np.square(numbers(q) - w).reshape(shape[0], -1, used).sum(-1)
+    assert errors[1, 0] == 0
+    plain = errors_of_the_largest(w, used)
+    # Each group may lose what rounding its scale to bfloat16 costs.
+    assert (errors <= plain * 1.1 + 1e-4).all() and errors.sum() < 0.95 * plain.sum()
+
+
+def test_a_stack_is_quantised_as_its_matrices_are_alone():
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 5, 32)), jnp.float32)
+    stacked = quantize_groups(w, group=16)
+    assert stacked.values.shape == (2, 3, 32, 5) and stacked.scale.shape == (2, 3, 2, 5)
+    for at in np.ndindex(2, 3):
+        alone = quantize_groups(w[at], group=16)
+        np.testing.assert_array_equal(stacked.values[at], alone.values)
+        np.testing.assert_array_equal(stacked.scale[at], alone.scale)
+
+
+@pytest.mark.parametrize("rows", [1, 3, products.FEW_ROWS, products.FEW_ROWS + 1])
+@pytest.mark.parametrize("dtype, rtol", [("float32", 1e-6), ("bfloat16", 2**-7)])
+def test_a_product_with_groups_is_that_of_their_numbers(rows, dtype, rtol):
+    x, w = operands((rows,), dtype)
+    q = quantize_groups(w.astype(jnp.float32), group=8)
+    y = jax.jit(functools.partial(linear, out_dtype=jnp.float32))(x, q)
+    want = np.asarray(x).astype(np.float64) @ numbers(q).T
+    assert y.dtype == jnp.float32 and out_features(q) == OUT
+    assert_close(y / by_row(want), want / by_row(want), atol=rtol)
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+def test_on_tpu_a_product_with_groups_is_the_kernel_of_ragged_dot(rows):
+    x, w = jnp.ones((rows, 240), jnp.bfloat16), jnp.ones((128, 240))
+    for group, kernels in ((16, 1), (12, 0)):
+        traced = jax.jit(linear).trace(x, quantize_groups(w, group=group))
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        assert text.count("tpu_custom_call") == kernels
+
+
+@pytest.mark.parametrize("name", ["int5", "int4:x", "int4:1", "int4:-8", "int8:64", ""])
+def test_an_unknown_storage_is_refused_by_name(name):
+    with pytest.raises(ValueError, match="int8, int4 and int4:GROUP"):
+        storage_named(name)
+
+
+def test_each_kind_of_weight_gets_its_own_storage():
+    assert storage_named(None) is None and storage_named("int8") is INT8
+    assert storage_named("int4") is int4(64, False) and storage_named("int4:32", True) is int4(
+        32, True
+    )
+    kinds = dict(matrix=matrix, rows=vocab_rows, head=headwise_matrix, stack=stack, array=array)
+    weights = {name: declare((8, 8), P(None, None)) for name, declare in kinds.items()}
+    for storage, expected in (
+        (INT4, dict(matrix=INT4, rows=INT8, head=INT8, stack=INT4, array=None)),
+        (INT8, dict(matrix=INT8, rows=INT8, head=INT8, stack=INT8, array=None)),
+        (TRANSPOSED, dict(matrix=TRANSPOSED, rows=TRANSPOSED, head=None, stack=None, array=None)),
+        (None, dict.fromkeys(kinds)),
+    ):
+        assert {name: storage_of(w, storage) for name, w in weights.items()} == expected
+
+
+@pytest.mark.parametrize("published", [Fp8, Mxfp4, Transposed])
+def test_weights_in_fp8_are_quantised_again_and_those_in_4_bits_stay(published):
+    weight = stack((2, 8, 64), P(None, None, None), published)
+    assert storage_of(weight, INT4) == (None if published is Mxfp4 else INT4)
 
 
 # ---- products
@@ -112,7 +223,7 @@ def test_a_dense_product_is_that_of_numpy(lead, dtype, rtol, transposed):
 def test_many_rows_of_bfloat16_are_widened_on_a_cpu_without_a_unit_for_them(
     unit, rows, platform, widened, monkeypatch
 ):
-    monkeypatch.setattr(quant, "has_matrix_unit", lambda: unit)
+    monkeypatch.setattr(products, "has_matrix_unit", lambda: unit)
     x, w = operands((rows,), "bfloat16")
     traced = jax.jit(lambda x, w: linear(x, w)).trace(x, w)
     (dot,) = re.findall(
@@ -142,8 +253,8 @@ def test_a_cpu_says_whether_it_has_a_matrix_unit(info, unit, monkeypatch):
             raise FileNotFoundError(path)
         return info
 
-    monkeypatch.setattr(quant.Path, "read_text", read_text)
-    assert quant.has_matrix_unit.__wrapped__() == unit
+    monkeypatch.setattr(products.Path, "read_text", read_text)
+    assert products.has_matrix_unit.__wrapped__() == unit
 
 
 @pytest.mark.parametrize("lead", LEADS, ids=str)
@@ -167,7 +278,7 @@ def test_an_int8_product_is_that_of_rounded_rows_in_numpy(lead, dtype):
 def test_the_int8_product_of_accelerators_rounds_no_activation(dtype, rtol):
     x, w = operands((5,), dtype)
     w_int, _ = quantised(w)
-    y = quant.upcast_product(x, jnp.asarray(w_int, jnp.int8))
+    y = products.upcast_product(x, jnp.asarray(w_int, jnp.int8))
     want = np.asarray(x).astype(np.float64) @ w_int.T
     assert y.dtype == jnp.float32
     assert_close(y / by_row(want), want / by_row(want), atol=rtol)
@@ -193,22 +304,24 @@ def test_a_product_comes_in_the_dtype_asked_for_or_that_of_its_rows(dtype, out_d
         assert y.dtype == (out_dtype or dtype) and y.shape == (2, 3, OUT)
 
 
-@pytest.mark.parametrize("form", ["dense", "int8", "transposed"])
+@pytest.mark.parametrize("form", ["dense", "int8", "transposed", "groups"])
 @pytest.mark.parametrize("ids", [4, [0, 10, 4, 4], [[3, -1], [OUT, 2], [INT32.min, INT32.max]]])
 @pytest.mark.parametrize("dtype, rtol", [("float32", 1e-6), ("bfloat16", 2**-8)])
 def test_rows_of_an_embedding_are_those_of_the_table_and_zeros_outside_it(ids, dtype, rtol, form):
     _, table = operands((), "float32")
     w_int, step = quantised(table)
-    stored, numbers = {
+    grouped = quantize_groups(table)
+    stored, exact = {
         "dense": (table, table),
         "int8": (quantize(table), w_int * step),
         "transposed": (Transposed(table.T), table),
+        "groups": (grouped, numbers(grouped)),
     }[form]
     ids = np.array(ids, np.int32)
     want = np.zeros((*ids.shape, IN))
     for at in np.ndindex(ids.shape):
         if 0 <= ids[at] < OUT:
-            want[at] = numbers[ids[at]]
+            want[at] = exact[ids[at]]
     rows = embed_rows(stored, jnp.asarray(ids), dtype)
     assert rows.dtype == dtype
     assert_close(rows, want, rtol=rtol)
@@ -219,14 +332,15 @@ def test_the_specs_of_a_stored_matrix_follow_its_layout():
     weights = dict(
         a=INT8.convert(w, jnp.float32), b=jnp.ones(3), c=TRANSPOSED.convert(w, jnp.float32), d=w
     )
+    weights["e"] = INT4.convert(w, jnp.float32)
     out, into = P("tensor", None), P(None, "tensor")
-    layout = {x: matrix((OUT, IN), spec) for x, spec in dict(a=out, c=out, d=into).items()}
+    layout = {x: matrix((OUT, IN), spec) for x, spec in dict(a=out, c=out, d=into, e=into).items()}
     assert specs_like(weights, layout | dict(b=norm(3))) == dict(
-        a=Int8(out, into), b=P(), c=Transposed(into), d=into
+        a=Int8(out, into), b=P(), c=Transposed(into), d=into, e=Grouped(out, out)
     )
     assert INT8.specs(into) == Int8(into, out)
     assert TRANSPOSED.specs(into) == Transposed(out)
-    assert [quant.out_features(weights[x]) for x in "acd"] == [OUT] * 3
+    assert [out_features(weights[x]) for x in "acde"] == [OUT] * 4
 
 
 # ---- products head by head

@@ -19,7 +19,7 @@ from common.kernels.ragged_dot import ragged_dot, row_major
 from common.kernels.ragged_dot_tpu import Pairs, list_pairs, ragged_dot_tpu
 from common.machines.chips import devices_of
 from common.machines.hlo import CONTROL, VIEWS, arrays, executed, parse
-from common.quant import Fp8, Int8, Mxfp4
+from common.quant import Fp8, Grouped, Int8, Mxfp4
 from common.sharding import make_mesh
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -40,6 +40,10 @@ def matrices(w):
     values, scale = arrays[0], arrays[-1].astype(np.float64)
     if isinstance(w, Int8):
         return values * scale[..., None]
+    if isinstance(w, Grouped):
+        group = values.shape[1] // scale.shape[1]
+        wide = values.astype(np.float64) * scale[:, np.arange(values.shape[1]) // group]
+        return wide.swapaxes(1, 2)
     if isinstance(w, Fp8):
         n, k = (np.arange(size) // 128 for size in values.shape[1:])
         return values.astype(np.float64) * scale[:, n[:, None], k]
@@ -75,6 +79,7 @@ class Case(NamedTuple):
     dtype: Any = F32  # the dtype of x
     rows: str = "some"  # which experts have rows: see `group_sizes`
     bias: bool = False
+    group: int = 32  # numbers that share a scale of Grouped
 
     def __str__(self):
         form = self.form.__name__ if isinstance(self.form, type) else jnp.dtype(self.form).name
@@ -83,7 +88,8 @@ class Case(NamedTuple):
             form,
             jnp.dtype(self.dtype).name,
         )
-        return "-".join((*words, self.rows, *(["bias"] if self.bias else [])))
+        more = [f"group{self.group}"] if self.form is Grouped else []
+        return "-".join((*words, self.rows, *(["bias"] if self.bias else []), *more))
 
 
 def group_sizes(case):
@@ -103,7 +109,11 @@ def group_sizes(case):
     return sizes
 
 
-def random_matrices(form, rng, E, n_out, n_in):
+def random_matrices(form, rng, E, n_out, n_in, group=32):
+    if form is Grouped:
+        values = rng.integers(-8, 8, (E, n_in, n_out)).astype(jnp.int4)
+        scale = rng.uniform(0.05, 0.3, (E, n_in // group, n_out)) * rng.choice([-1, 1], (1, 1, 1))
+        return Grouped(values, jnp.asarray(scale, BF16))
     if form is Int8:
         values = rng.integers(-127, 128, (E, n_out, n_in)).astype(np.int8)
         return Int8(values, rng.uniform(0.005, 0.03, (E, n_out)).astype(np.float32))
@@ -120,7 +130,7 @@ def random_matrices(form, rng, E, n_out, n_in):
 @functools.cache
 def make(case):
     rng = np.random.default_rng(0)
-    w = random_matrices(case.form, rng, case.E, case.n_out, case.n_in)
+    w = random_matrices(case.form, rng, case.E, case.n_out, case.n_in, case.group)
     x = jnp.asarray(rng.standard_normal((case.M, case.n_in)), case.dtype)
     sizes = group_sizes(case)
     bias = rng.normal(0, 9, (case.E, case.n_out)).astype(np.float32) if case.bias else None
@@ -164,6 +174,15 @@ CASES = [
     Case(3, 4, 72, 64, form=Mxfp4),
     Case(200, 4, 360, 288, form=Mxfp4, bias=True),
     Case(64, 4, 96, 4128, form=Mxfp4),
+    # On TPU, the scales of Grouped multiply sums, in one group or in several at a time; or the
+    # weights, where they are multiplied or before.
+    Case(3, 4, 200, 320, form=Grouped, group=64),
+    Case(8, 4, 136, 320, form=Grouped, dtype=BF16, bias=True),
+    Case(16, 4, 72, 512, form=Grouped, group=256, dtype=BF16, rows="all"),
+    Case(40, 4, 300, 256, form=Grouped, group=128),
+    Case(64, 8, 136, 320, form=Grouped, group=64, dtype=BF16, bias=True),
+    Case(200, 4, 144, 320, form=Grouped, group=64),
+    Case(8, 4, 56, 64, form=Grouped, rows="none"),
 ]
 
 
@@ -219,6 +238,8 @@ STRICT_CASES = [
     Case(200, 4, 300, 136, form=Fp8),
     Case(3, 4, 136, 64, form=Mxfp4),
     Case(140, 4, 136, 40, form=BF16, rows="none"),
+    Case(3, 4, 136, 160, form=Grouped),
+    Case(140, 4, 136, 128, form=Grouped, dtype=BF16, bias=True),
 ]
 
 
@@ -416,10 +437,12 @@ def shapes_of(form, E, n_out, n_in, sharding=None):
         )
     if form is Mxfp4:
         return Mxfp4(sds((E, n_out, n_in // 2), jnp.uint8), sds((E, n_out, n_in // 32), jnp.uint8))
+    if form is Grouped:
+        return Grouped(sds((E, n_in, n_out), jnp.int4), sds((E, n_in // 32, n_out), BF16))
     return sds((E, n_out, n_in), form)
 
 
-@pytest.mark.parametrize("form", [F32, BF16, Int8, Fp8, Mxfp4])
+@pytest.mark.parametrize("form", [F32, BF16, Int8, Fp8, Mxfp4, Grouped])
 def test_the_compiled_blocked_implementation_copies_one_matrix_at_most(form):
     """A float32 matrix is copied as it is. Others are copied in float32: a block of the matrix, or
     with jax 0.10 all of a bfloat16 one."""
@@ -445,13 +468,14 @@ def shape(dims, dtype, sharding=None):
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("form", [F32, Int8, Fp8, Mxfp4])
+@pytest.mark.parametrize("form", [F32, Int8, Fp8, Mxfp4, Grouped])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_experts_and_columns_split_over_eight_devices_give_the_same(implementation, form):
     """Each device rotates the rows until those of its experts come first, and gives zeros for the
     rest. Implementations without a kernel run under shard_map's check of replication."""
     (x, w, sizes, bias), want = make(Case(64, 8, 256, 96, form=form, bias=True))
     spec = P("expert", "tensor")
+    of_w = P("expert", None, "tensor") if form is Grouped else spec
 
     def one_device(x, w, sizes, bias, start):
         mine = jnp.roll(x, -start[0], axis=0)
@@ -462,7 +486,7 @@ def test_experts_and_columns_split_over_eight_devices_give_the_same(implementati
     product = jax.shard_map(
         one_device,
         mesh=make_mesh(expert=4, tensor=2),
-        in_specs=(P(), jax.tree.map(lambda a: spec, w), P("expert"), spec, P("expert")),
+        in_specs=(P(), jax.tree.map(lambda a: of_w, w), P("expert"), spec, P("expert")),
         out_specs=P(None, "tensor"),
         check_vma=implementation in ("reference", "blocked"),
     )
@@ -504,6 +528,7 @@ WIDTHS = {  # E, n_out, n_in
     "gpt-oss-20b down, bf16": (BF16, 32, 2880, 2880),
     "deepseek-r1 up": (Fp8, 32, 2048, 7168),
     "deepseek-r1 down": (Fp8, 32, 7168, 2048),
+    "kimi-k2 down, int4": (Grouped, 6, 7168, 2048),
 }
 
 
@@ -579,7 +604,7 @@ def refusal(*args, **options):
 SIZES_4 = jax.ShapeDtypeStruct((4,), jnp.int32)
 
 
-@pytest.mark.parametrize("form", [F32, Int8, Fp8, Mxfp4])
+@pytest.mark.parametrize("form", [F32, Int8, Fp8, Mxfp4, Grouped])
 def test_weights_that_do_not_fit_the_rows_or_the_groups_are_refused(form):
     x, w = shape((8, 96), F32), shapes_of(form, 4, 136, 96)
     for arguments in (
@@ -590,6 +615,9 @@ def test_weights_that_do_not_fit_the_rows_or_the_groups_are_refused(form):
         assert "need weights of" in refusal(*arguments)
     if form is not F32:
         assert "need weights of" in refusal(x, w._replace(scale=shape((4, 7), F32)), SIZES_4)
+    if form is Grouped:
+        uneven = w._replace(scale=shape((4, 5, 136), BF16))
+        assert "cannot be split into 5 groups" in refusal(x, uneven, SIZES_4)
     assert "bias of (4, 136)" in refusal(x, w, SIZES_4, bias_EO=shape((4, 96), F32))
 
 

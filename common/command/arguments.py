@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.kernels.dispatch import Impl
+from common.quant import storage_named
 from common.serving.session import DRAFT_TOKENS
 
 EXAMPLES = """
@@ -25,6 +26,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (see --help)")
+
+
+def quant(text: str) -> str:
+    try:
+        storage_named(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def parser(name: str) -> argparse.ArgumentParser:
@@ -48,9 +57,10 @@ def parser(name: str) -> argparse.ArgumentParser:
     )
     model.add_argument(
         "--quant",
-        choices=["int8"],
-        help="store the weight matrices as int8, with one scale per output channel (default: as "
-        "published)",
+        type=quant,
+        metavar="{int8,int4,int4:GROUP}",
+        help="store the weight matrices in 8 bits, one scale per output channel; or in 4 bits, "
+        "with one scale per GROUP neighbours in a row, by default 64 (default: as published)",
     )
     model.add_argument(
         "--kv-quant",

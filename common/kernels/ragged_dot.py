@@ -29,10 +29,12 @@ from common.quant import (
     FP8_BLOCK,
     MXFP4_GROUP,
     Fp8,
+    Grouped,
     Int8,
     Matrix,
     Mxfp4,
     dequantize_fp8,
+    dequantize_groups,
     dequantize_mxfp4,
     is_stored,
 )
@@ -57,8 +59,8 @@ def ragged_dot(
     Args:
       x_MI: rows sorted by expert, f32 or bf16.
       w_EOI: one matrix [O, I] per expert: an f32 or bf16 array, or Int8(values [E, O, I], scale [E,
-        O] or [E, 1, O]), Fp8 or Mxfp4. The last three are upcast part by part, in on-chip memory:
-        no wide copy is made.
+        O] or [E, 1, O]), Fp8, Mxfp4 or Grouped. All but arrays are upcast part by part, in
+        on-chip memory: no wide copy is made.
       group_sizes_E: int32, how many rows each expert has. It may be 0; the sum may be less than M.
       bias_EO: added to each expert's rows of the result.
       out_dtype: the dtype of the result; by default that of x.
@@ -119,9 +121,13 @@ def _check(x_MI: Array, w_EOI: Matrix, group_sizes_E: Array, bias_EO: Array | No
         want += [(E, -(-n_out // FP8_BLOCK), -(-n_in // FP8_BLOCK))]
     elif isinstance(w_EOI, Mxfp4):
         want = [(E, n_out, n_in // 2), (E, n_out, n_in // MXFP4_GROUP)]
+    elif isinstance(w_EOI, Grouped):
+        want = [(E, n_in, n_out), (E, w_EOI.scale.shape[1], n_out)]
     got = [a.shape for a in jax.tree.leaves(w_EOI)]
     if got != want:
         raise ValueError(f"{M} rows of {n_in} and {E} groups need weights of {want}, not {got}")
+    if isinstance(w_EOI, Grouped) and n_in % want[1][1]:
+        raise ValueError(f"rows of {n_in} numbers cannot be split into {want[1][1]} groups")
     if bias_EO is not None and bias_EO.shape != (E, n_out):
         raise ValueError(
             f"{E} matrices of {n_out} rows need a bias of {(E, n_out)}, not {bias_EO.shape}"
@@ -130,6 +136,8 @@ def _check(x_MI: Array, w_EOI: Matrix, group_sizes_E: Array, bias_EO: Array | No
 
 def _rows_of_matrix(w_EOI: Matrix) -> int:
     """Returns O, for any stored form of w."""
+    if isinstance(w_EOI, Grouped):
+        return int(w_EOI.values.shape[2])
     return int(jax.tree.leaves(w_EOI)[0].shape[1])
 
 
@@ -145,6 +153,8 @@ def _dense(w: Any) -> Array:
         return dequantize_fp8(w)
     if isinstance(w, Mxfp4):
         return dequantize_mxfp4(w)
+    if isinstance(w, Grouped):
+        return dequantize_groups(w).T
     dense: Array = w.astype(jnp.float32)
     return dense
 
@@ -184,14 +194,17 @@ def _part(w_EOI: Matrix, e: Array, at: Array | int, n: int, dtype: Any) -> tuple
     `at` is a multiple of FP8_BLOCK. The rows are in `dtype` (that of x) if this loses nothing,
     else in float32."""
 
-    def cut(a: Array, at: Array | int, n: int) -> Array:
+    def cut(a: Array, at: Array | int, n: int, axis: int = 0) -> Array:
         # With one slice, XLA on CPU would first widen the whole bfloat16 or fp8 array. With two, it
         # widens at most one expert's matrix.
-        return lax.dynamic_slice_in_dim(lax.dynamic_index_in_dim(a, e, keepdims=False), at, n)
+        return lax.dynamic_slice_in_dim(lax.dynamic_index_in_dim(a, e, keepdims=False), at, n, axis)
 
     if isinstance(w_EOI, Fp8):
         scale = cut(w_EOI.scale, at // FP8_BLOCK, -(-n // FP8_BLOCK))
         return dequantize_fp8(Fp8(cut(w_EOI.values, at, n), scale)), 1.0
+    if isinstance(w_EOI, Grouped):
+        columns = jax.tree.map(lambda a: cut(a, at, n, axis=1), w_EOI)
+        return dequantize_groups(columns).T, 1.0
     part: Any = jax.tree.map(lambda a: cut(a, at, n), w_EOI)
     if isinstance(w_EOI, Int8):
         return part.values.astype(dtype), part.scale

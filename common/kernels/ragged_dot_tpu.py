@@ -18,19 +18,39 @@ of several experts is multiplied once for each.
 
 4-bit weights hold two neighbours of a row in a byte. The kernel does not interleave them again:
 instead, x is split into even and odd columns, and the two products are added.
+
+Matrices in groups are stored as [I, O], so a scale is a row of vectors. If all rows of x fit in one
+tile, weights are widened where they are multiplied. With very few rows, widening would take longer
+than all else. So the integers are multiplied as they are, and the scales multiply the sums of the
+groups. A product takes 128 columns of x, which may be several groups: then they are repeated, each
+time with zeros in all groups but one. This costs little, because loading the weights takes longer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Int8, Matrix, Mxfp4, e2m1, e8m0
+from common.kernels.varying import vary_like
+from common.quant import (
+    FP8_BLOCK,
+    MXFP4_GROUP,
+    Fp8,
+    Grouped,
+    Int8,
+    Matrix,
+    Mxfp4,
+    bits_of,
+    e2m1,
+    e8m0,
+)
 
 Array = jax.Array
 
@@ -39,6 +59,9 @@ BUDGET = 12 << 20  # bytes for tiles; a v5e has 16 MiB, and the rest is for valu
 TILE_ROWS = (128, 64, 32, 16)  # the smaller ones if I is so large that nothing else fits
 MANY_ROWS = 256  # in a tile, if experts have at least this many on average
 UPCAST_ROWS = 32  # of a matrix at a time; a memory tile of 8-bit numbers has as many
+GROUPS = (8, 16, 32, 64)  # numbers that share a scale; multiples of 128 are taken as well
+MAX_COLUMNS = 512  # in a tile of groups, whose program grows with it
+FEWEST_ROWS = 32  # up to so many rows of x, repeats included, the scales multiply the sums
 
 
 class Pairs(NamedTuple):
@@ -76,18 +99,18 @@ class TileSizes(NamedTuple):
 def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSizes | None:
     """Returns the widest tiles that fit in BUDGET: they make few passes over x, and large transfers
     of w. None if no tile fits."""
-    (M, n_in), (E, n_out, *_) = x_MI.shape, jax.tree.leaves(w_EOI)[0].shape
+    (M, n_in), E, n_out = x_MI.shape, len(jax.tree.leaves(w_EOI)[0]), _rows_of_matrix(w_EOI)
 
     def row(dtype: Any, width: int) -> int:
-        return pl.cdiv(width, LANES) * LANES * jnp.dtype(dtype).itemsize
+        return pl.cdiv(width, LANES) * LANES * bits_of(dtype) // 8
 
     planes = _planes(w_EOI)
     wide = planes * row(dtype, n_in // planes)
     for limit in (*((MANY_ROWS,) if M >= MANY_ROWS * E else ()), *TILE_ROWS):
         rows = M if limit >= M else limit
         column = rows * (2 * jnp.dtype(out_dtype).itemsize + 4)
-        column += sum(2 * row(a.dtype, a.shape[2]) for a in _tiled(w_EOI))
-        column += wide if _needs_upcast(w_EOI, dtype) else 0
+        column += sum(2 * row(a.dtype, width) for a, width in _tiled(w_EOI))
+        column += wide if _upcast_first(w_EOI, dtype, rows, M) else 0
         columns = (BUDGET - 2 * rows * wide) // column // LANES * LANES
         if columns >= min(n_out, LANES):
             break
@@ -95,7 +118,7 @@ def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSi
         return None
     if n_out <= LANES:
         return TileSizes(rows, n_out)
-    columns = min(columns, n_out // LANES * LANES)
+    columns = min(columns, n_out // LANES * LANES, MAX_COLUMNS if _group(w_EOI) else n_out)
     return TileSizes(rows, pl.cdiv(pl.cdiv(n_out, pl.cdiv(n_out, columns)), LANES) * LANES)
 
 
@@ -105,10 +128,30 @@ def _planes(w_EOI: Matrix) -> int:
     return 2 if isinstance(w_EOI, Mxfp4) else 1
 
 
-def _tiled(w_EOI: Matrix) -> list[Array]:
-    """Returns the arrays of w whose rows are rows of the matrices."""
+def _tiled(w_EOI: Matrix) -> list[tuple[Array, int]]:
+    """Returns the arrays of w that come in tiles, each with its numbers for a row of a matrix."""
     arrays = jax.tree.leaves(w_EOI)
-    return arrays if isinstance(w_EOI, Mxfp4) else arrays[:1]
+    axis = 1 if isinstance(w_EOI, Grouped) else 2
+    tiled = arrays if isinstance(w_EOI, Mxfp4 | Grouped) else arrays[:1]
+    return [(a, a.shape[axis]) for a in tiled]
+
+
+def _rows_of_matrix(w_EOI: Matrix) -> int:
+    """Returns O, for any stored form of w."""
+    return int(jax.tree.leaves(w_EOI)[0].shape[2 if isinstance(w_EOI, Grouped) else 1])
+
+
+def _group(w_EOI: Matrix) -> int:
+    """Returns how many numbers of a row share a scale of `Grouped`; 0 for any other form."""
+    return w_EOI.values.shape[1] // w_EOI.scale.shape[1] if isinstance(w_EOI, Grouped) else 0
+
+
+def _repeats(w_EOI: Matrix, rows: int, M: int) -> int:
+    """Returns how often x is repeated so that the scales of `Grouped` can multiply sums of groups;
+    0 if they multiply the weights."""
+    group = _group(w_EOI)
+    repeats = max(1, LANES // group) if group else 0
+    return repeats if rows == M and repeats * rows <= FEWEST_ROWS else 0
 
 
 def _compute_dtype(x_MI: Array, w_EOI: Matrix) -> Any:
@@ -117,8 +160,10 @@ def _compute_dtype(x_MI: Array, w_EOI: Matrix) -> Any:
     return jnp.promote_types(x_MI.dtype, w_EOI.dtype)
 
 
-def _needs_upcast(w_EOI: Matrix, dtype: Any) -> bool:
-    return bool(jax.tree.leaves(w_EOI)[0].dtype != dtype)
+def _upcast_first(w_EOI: Matrix, dtype: Any, rows: int, M: int) -> bool:
+    """Whether a tile of w is upcast before it is multiplied, once for all tiles of rows."""
+    inline = isinstance(w_EOI, Grouped) and rows == M
+    return bool(jax.tree.leaves(w_EOI)[0].dtype != dtype) and not inline
 
 
 def unsupported(x_MI: Array, w_EOI: Matrix) -> str | None:
@@ -126,6 +171,8 @@ def unsupported(x_MI: Array, w_EOI: Matrix) -> str | None:
     dtype = _compute_dtype(x_MI, w_EOI)
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"the TPU kernel of ragged_dot multiplies in float32 or bfloat16, not {dtype}"
+    if isinstance(w_EOI, Grouped) and (group := _group(w_EOI)) not in GROUPS and group % LANES:
+        return f"the TPU kernel of ragged_dot takes no groups of {group} numbers"
     if tile_sizes(x_MI, w_EOI, dtype, jnp.float32) is None:
         return f"rows of {x_MI.shape[1]} columns are too long for the TPU kernel of ragged_dot"
     return None
@@ -138,15 +185,18 @@ class Operands(NamedTuple):
     """The blocks that a step sees. P is 2 for packed weights, else 1. Int8's scales and the biases
     come for eight experts at a time: these share a tile of memory."""
 
-    x: Any  # [P, rows, I / P]
-    w: Any  # [1, columns, I], packed or not
-    w_scale: Any  # Int8: [8 experts, columns]; Fp8: [1, blocks, blocks]; Mxfp4: like w; or None
+    x: Any  # [P, rows, I / P]; rows of zeros fill up 8, if the scales of Grouped multiply sums
+    w: Any  # [1, columns, I], packed or not; Grouped: [1, I, columns]
+    # Int8: [8 experts, columns]; Fp8: [1, blocks, blocks]; Mxfp4: like w; Grouped: [1, groups,
+    # columns]; or None
+    w_scale: Any
     bias: Any  # [8 experts, columns], or None
 
 
-def _kernel(*refs: Any, form: type) -> None:
+def _kernel(*refs: Any, form: type, repeats: int) -> None:
     """Runs one step. `refs` are the pairs, the operands, the output [rows, columns] and, if w must
-    be upcast, a scratch [P, columns, I / P] for it. `form` is how w is stored."""
+    be upcast first, a scratch [P, columns, I / P] for it; Grouped: [1, I, columns]. `form` is how w
+    is stored."""
     pairs, operands, y = Pairs(*refs[:5]), refs[5], refs[6]
     x, w, w_scale, bias = operands
     wide = refs[7] if len(refs) > 7 else None
@@ -169,7 +219,10 @@ def _kernel(*refs: Any, form: type) -> None:
     @pl.when(start < end)
     def multiply() -> None:
         matrix = w if wide is None else wide
-        product = _multiply(x[0], matrix[0])
+        if form is Grouped and wide is None:
+            product = _multiply_groups(x.at[0], w.at[0], w_scale.at[0], rows, repeats)
+        else:
+            product = _multiply(x[0], matrix[0], 0 if form is Grouped else 1)
         if len(x) > 1:
             product = product + _multiply(x[1], matrix[1])
         mine = pl.ds(pairs.expert[s] % SUBLANES, 1)
@@ -181,17 +234,60 @@ def _kernel(*refs: Any, form: type) -> None:
         y[...] = jnp.where((row >= start) & (row < end), product.astype(y.dtype), y[...])
 
 
-def _multiply(x: Array, w: Array) -> Array:
-    """Multiplies x by the transpose of w, in float32."""
+def _multiply(x: Array, w: Array, contract: int = 1) -> Array:
+    """Multiplies x by w, whose axis `contract` is summed over, in float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dimensions = (((1,), (1,)), ((), ()))
+    dimensions = (((1,), (contract,)), ((), ()))
     return lax.dot_general(
         x, w, dimensions, precision=precision, preferred_element_type=jnp.float32
     )
 
 
+def _multiply_groups(x: Any, w: Any, scale: Any, rows: int, repeats: int) -> Array:
+    """Multiplies x [rows, I] by w [I, columns], which is widened on the way: float32 [rows,
+    columns]. With `repeats`, the scales multiply sums of groups, and x has a multiple of 8 rows."""
+    y, n = jnp.zeros((rows, w.shape[1]), jnp.float32), x.shape[0]
+    for at, some_scales in _steps(w, scale):
+        if repeats:
+            x_at = _repeated(x[:, at], len(some_scales))
+            sums = _multiply(x_at, w[at].astype(x.dtype), 0)
+            for j in range(len(some_scales)):
+                y = y + sums[j * n : j * n + rows] * some_scales[j : j + 1]
+        else:
+            y = y + _multiply(x[:, at], _widened(w[at], some_scales, x.dtype), 0)
+    return y
+
+
+def _repeated(x: Array, groups: int) -> Array:
+    """Repeats x [n, columns] once for each group of columns, with zeros in all other groups."""
+    if groups == 1:
+        return x
+    group = lax.broadcasted_iota(jnp.int32, x.shape, 1) // (x.shape[1] // groups)
+    wide = x.astype(jnp.float32)
+    repeats = [jnp.where(group == j, wide, 0) for j in range(groups)]
+    return jnp.concatenate(repeats).astype(x.dtype)
+
+
+def _steps(w: Any, scale: Any) -> Iterator[tuple[slice, Array]]:
+    """Yields slices of I, each a whole number of groups, with their scales [groups, columns]."""
+    n_in, group = w.shape[0], w.shape[0] // scale.shape[0]
+    step = max(LANES, group)
+    for k in range(0, n_in, step):
+        end = min(k + step, n_in)
+        yield slice(k, end), scale[k // group : end // group].astype(jnp.float32)
+
+
+def _widened(w: Array, scale: Array, dtype: Any) -> Array:
+    groups = w.astype(jnp.float32).reshape(len(scale), -1, w.shape[1])
+    return (groups * scale[:, None]).reshape(w.shape).astype(dtype)
+
+
 def _upcast(form: type, w: Any, w_scale: Any, wide: Any, n: Array) -> None:
     """Upcasts w into `wide`, a few rows at a time. Int8's scales multiply the result, later."""
+    if form is Grouped:
+        for at, some_scales in _steps(w.at[0], w_scale.at[0]):
+            wide[0, at] = _widened(w[0, at], some_scales, wide.dtype)
+        return None
     columns, _ = w.shape[1:]
     some = min(columns, UPCAST_ROWS)
     widen: dict[type, Callable[..., None]] = {Fp8: _upcast_fp8, Mxfp4: _upcast_mxfp4}
@@ -247,15 +343,16 @@ def _spread(power: Array, first: int, shape: tuple[int, int]) -> Array:
 on_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
 
 
-def _specs(form: type, given: Operands, sizes: TileSizes) -> Operands:
+def _specs(form: type, given: Operands, sizes: TileSizes, repeats: int) -> Operands:
     """Returns which part of each operand a step sees. The index maps take the fields of Pairs."""
 
     tile_of_x = lambda n, s, expert, tile, *_: (0, tile[s], 0)
     # If no expert has rows, a single tile is fetched.
     tile_of_w = lambda n, s, expert, *rest: (expert[s], jnp.where(rest[-1][0] > 0, n, 0), 0)
+    columns_of_w = lambda *args: (tile_of_w(*args)[0], 0, tile_of_w(*args)[1])
     whole = lambda n, s, expert, *_: (expert[s], 0, 0)
     eight = lambda n, s, expert, *_: (expert[s] // SUBLANES, n)
-    (planes, _, depth), (E, _, width) = given.x.shape, given.w.shape
+    (planes, M, depth), (E, n_in, width) = given.x.shape, given.w.shape
     vectors = pl.BlockSpec((min(E, SUBLANES), sizes.columns), eight)
     scale = None
     if form is Int8:
@@ -264,9 +361,12 @@ def _specs(form: type, given: Operands, sizes: TileSizes) -> Operands:
         scale = pl.BlockSpec((1, *given.w_scale.shape[1:]), whole, memory_space=pltpu.SMEM)
     elif form is Mxfp4:
         scale = pl.BlockSpec((1, sizes.columns, given.w_scale.shape[2]), tile_of_w)
+    elif form is Grouped:
+        scale = pl.BlockSpec((1, given.w_scale.shape[1], sizes.columns), columns_of_w)
+    grouped = pl.BlockSpec((1, n_in, sizes.columns), columns_of_w)
     return Operands(
-        pl.BlockSpec((planes, sizes.rows, depth), tile_of_x),
-        pl.BlockSpec((1, sizes.columns, width), tile_of_w),
+        pl.BlockSpec((planes, M if repeats else sizes.rows, depth), tile_of_x),
+        grouped if form is Grouped else pl.BlockSpec((1, sizes.columns, width), tile_of_w),
         scale,
         None if given.bias is None else vectors,
     )
@@ -282,33 +382,40 @@ def ragged_dot_tpu(
     interpret: Any = False,
 ) -> Array:
     """Computes `ragged_dot` on TPU."""
-    (M, n_in), (E, n_out, _) = x_MI.shape, jax.tree.leaves(w_EOI)[0].shape
+    (M, n_in), E, n_out = x_MI.shape, len(group_sizes_E), _rows_of_matrix(w_EOI)
     dtype, planes = _compute_dtype(x_MI, w_EOI), _planes(w_EOI)
     sizes = tile_sizes(x_MI, w_EOI, dtype, out_dtype)
     assert sizes is not None
-    pairs = list_pairs(group_sizes_E, M, sizes.rows)
+    repeats = _repeats(w_EOI, sizes.rows, M)
+    of_y = jax.typeof(vary_like(jnp.zeros(()), x_MI, *jax.tree.leaves(w_EOI))).manual_axis_type
+    upcast_first = _upcast_first(w_EOI, dtype, sizes.rows, M)
+    known = isinstance(group_sizes_E, np.ndarray)  # then the list is a constant of the program
+    with jax.ensure_compile_time_eval() if known else nullcontext():
+        pairs = list_pairs(jnp.asarray(group_sizes_E), M, sizes.rows)
     w, scale = (*jax.tree.leaves(w_EOI), None)[:2]
     if not interpret:  # otherwise XLA may copy all of w onto the chip first, if it fits
         w, scale = (a if a is None else on_hbm(a) for a in (w, scale))
+    x_PMI = x_MI.astype(dtype).reshape(M, n_in // planes, planes).transpose(2, 0, 1)
     operands = Operands(
-        x_MI.astype(dtype).reshape(M, n_in // planes, planes).transpose(2, 0, 1),
+        jnp.pad(x_PMI, ((0, 0), (0, -M % SUBLANES if repeats else 0), (0, 0))),
         w,
         scale,
         None if bias_EO is None else bias_EO.astype(jnp.float32),
     )
     grid = (pl.cdiv(n_out, sizes.columns), len(pairs.expert))
-    wide = [pltpu.VMEM((planes, sizes.columns, n_in // planes), dtype)]
-    read = min(E, M) * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(w_EOI)) // E
+    wide = (planes, sizes.columns, n_in // planes)
+    wide = (1, n_in, sizes.columns) if isinstance(w_EOI, Grouped) else wide
+    read = min(E, M) * sum(a.size * bits_of(a.dtype) // 8 for a in jax.tree.leaves(w_EOI)) // E
     written = M * n_out * jnp.dtype(out_dtype).itemsize
     y_MO: Array = pl.pallas_call(
-        partial(_kernel, form=type(w_EOI)),
-        out_shape=jax.ShapeDtypeStruct((M, n_out), out_dtype),
+        partial(_kernel, form=type(w_EOI), repeats=repeats),
+        out_shape=jax.ShapeDtypeStruct((M, n_out), out_dtype, manual_axis_type=of_y),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(pairs),
             grid=grid,
-            in_specs=[_specs(type(w_EOI), operands, sizes)],
+            in_specs=[_specs(type(w_EOI), operands, sizes, repeats)],
             out_specs=pl.BlockSpec(sizes, lambda n, s, expert, tile, *_: (tile[s], n)),
-            scratch_shapes=wide if _needs_upcast(w_EOI, dtype) else [],
+            scratch_shapes=[pltpu.VMEM(wide, dtype)] if upcast_first else [],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(

@@ -27,7 +27,7 @@ from common.loading.reading import Part, read_tensor
 from common.loading.stored import open_tensors
 from common.quant import SPECS, Fp8, Matrix, Storage, Transposed, dequantize_fp8, is_stored
 from common.sharding import model_shards
-from common.weights import Weight, by_path, is_weight, published_arrays, takes
+from common.weights import Weight, by_path, is_weight, published_arrays, storage_of
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in total
 
@@ -160,12 +160,14 @@ def load_weights(
             progress(done, total)
 
     def load(path: str, weight: Weight) -> Any:
-        chosen = takes(weight, storage)
+        chosen = storage_of(weight, storage)
 
         def array(path: str, declared: Weight) -> jax.Array:
             own = np.dtype(dtype if declared.dtype is None else declared.dtype)
             # Matrices are quantised from the stored numbers, not from those rounded to `dtype`.
-            return load_array(placements[path], sources[path].dtype if chosen else own, advance)
+            return load_array(
+                placements[path], own if chosen is None else sources[path].dtype, advance
+            )
 
         fields = published_arrays(weight)
         if is_weight(fields):
@@ -173,8 +175,8 @@ def load_weights(
         else:
             named = zip(fields._fields, fields, strict=True)
             loaded = type(fields)(*(array(f"{path}.{name}", x) for name, x in named))
-        if chosen and storage is not None:
-            loaded = convert(loaded, weight.spec, storage, np.dtype(dtype), mesh)
+        if chosen is not None:
+            loaded = convert(loaded, weight.spec, chosen, np.dtype(dtype), mesh)
         return jax.block_until_ready(rows_together(loaded))
 
     def place(path: str) -> tuple[Path, int]:

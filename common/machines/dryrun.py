@@ -29,9 +29,9 @@ from common.machines.bandwidth import experts_read
 from common.machines.chips import Chip, chip_of, devices_of
 from common.machines.hlo import Collective, collectives, cycles, operations, parse, traffic
 from common.machines.mesh_choice import Axes, best_mesh, load_of, parts, weight_bytes
-from common.quant import INT8, Fp8, Mxfp4, Storage
+from common.quant import TRANSPOSED, Fp8, Mxfp4, Storage, bits_of
 from common.sharding import DATA, EXPERT, TENSOR, P, Shards, make_mesh, model_shards, parse_mesh
-from common.weights import by_path, check_divides, specs_like, takes
+from common.weights import by_path, check_divides, specs_like, storage_of
 
 
 class Plan(NamedTuple):
@@ -52,10 +52,12 @@ class Plan(NamedTuple):
     def stored(self) -> str:
         """Says in words how weights and cache are stored."""
         layout = by_path(self.module.weight_layout(self.config)).values()
-        names = {NAMES.get(w.published) for w in layout if not takes(w, self.storage)} - {None}
-        names |= (
-            {"int8"} if self.storage is INT8 else set() if "fp8" in names else {str(self.dtype)}
-        )
+        kept = (w for w in layout if storage_of(w, self.storage) is None)
+        names = {NAMES.get(w.published) for w in kept} - {None}
+        if self.storage is not None and self.storage is not TRANSPOSED:
+            names.add(self.storage.name)
+        elif "fp8" not in names:
+            names.add(str(self.dtype))
         return f"{' and '.join(sorted(map(str, names)))} weights, {self.cache_dtype} cache"
 
 
@@ -136,7 +138,7 @@ def abstract_state(
 def device_bytes(tree: Any) -> int:
     """Returns the bytes of one device's part of a tree of abstract arrays."""
     parts = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
+    return sum(math.prod(shape) * bits_of(dtype) // 8 for shape, dtype in parts)
 
 
 def dry_run(

@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 from common.machines.chips import Chip, chip_of
 from common.quant import Storage
 from common.sharding import DATA, EXPERT, TENSOR, Shards, make_mesh
-from common.weights import Weight, by_path, check_divides, is_weight, published_arrays, takes
+from common.weights import Weight, by_path, check_divides, is_weight, published_arrays, storage_of
 
 REDUCED = 6.0  # bytes that the links could send while a collective returns one
 START = 5e-6  # least seconds of a collective
@@ -67,9 +67,9 @@ def parts(spec: PartitionSpec, axes: Axes) -> int:
 
 def weight_bytes(weight: Weight, dtype: DTypeLike, storage: Storage | None, axes: Axes) -> int:
     """Returns the bytes of one device's part of a weight, without the scales of a quantised one."""
-    if storage is not None and takes(weight, storage):
-        size = storage.bytes or jnp.dtype(dtype).itemsize
-        return math.prod(weight.shape) * size // parts(weight.spec, axes)
+    if (chosen := storage_of(weight, storage)) is not None:
+        size = chosen.bytes or jnp.dtype(dtype).itemsize
+        return int(math.prod(weight.shape) * size) // parts(weight.spec, axes)
     arrays = jax.tree.leaves(published_arrays(weight), is_leaf=is_weight)
     return sum(
         math.prod(x.shape) * jnp.dtype(x.dtype or dtype).itemsize // parts(x.spec, axes)

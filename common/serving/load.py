@@ -17,7 +17,7 @@ from common.loading.checkpoint import Progress, load_weights, rows_together
 from common.loading.random_weights import random_weights
 from common.loading.shape import model_dtype, read_model_config, read_shape
 from common.machines.mesh_choice import best_mesh
-from common.quant import INT8, TRANSPOSED, Storage
+from common.quant import TRANSPOSED, Storage, storage_named
 from common.sharding import model_shards
 from common.text.tokenizer import Tokenizer, load_tokenizer
 from common.weights import check_divides
@@ -72,7 +72,7 @@ def open_model(
       revision: branch, tag or commit of a hub repository.
       mesh: see `make_mesh`; by default, `common.machines.mesh_choice` picks one over all devices.
       dtype: float32 or bfloat16; by default, that of the checkpoint.
-      quant: "int8" quantises the matrices to 8 bits as they are read.
+      quant: "int8" or "int4" quantises the matrices as they are read: see `storage_named`.
       random: makes random weights instead of reading stored ones.
       slots, capacity: the load for which a mesh is picked: prompts at once, and positions of each.
     """
@@ -80,11 +80,10 @@ def open_model(
     config = read_model_config(module, hf)
     weights_at = None if random else directory
     kind = model_dtype(hf, weights_at, dtype)
-    if quant not in (None, "int8"):
-        raise ValueError(f"quant {quant!r} is not 'int8'")
+    storage = storage_named(quant)
     if mesh is None:
         use: Any = dict(slots=slots, capacity=capacity, dtype=kind)
-        mesh = best_mesh(module, config, jax.devices(), storage=INT8 if quant else None, **use)
+        mesh = best_mesh(module, config, jax.devices(), storage=storage, **use)
     shards = model_shards(mesh)
     check_divides(module.weight_layout(config, shards), shards)
     tokenizer = None if directory is None else load_tokenizer(directory)
@@ -93,10 +92,10 @@ def open_model(
 
 
 def storage_of(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> Storage | None:
-    """Picks how matrices are stored: in int8 if asked for; transposed, if float32 on CPU; else as
+    """Picks how matrices are stored: as `quant` names it; transposed, if float32 on CPU; else as
     published."""
     if quant is not None:
-        return INT8
+        return storage_named(quant, on_cpu)
     return TRANSPOSED if on_cpu and dtype == jnp.float32 else None
 
 

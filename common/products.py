@@ -1,0 +1,189 @@
+"""The products of activations with matrices in any stored form: see `common.quant`."""
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from common.quant import (
+    Fp8,
+    Grouped,
+    Int8,
+    Matrix,
+    Transposed,
+    dequantize_fp8,
+    dequantize_groups,
+    out_features,
+    quantize_rows,
+)
+
+Array = jax.Array
+
+# For so many rows of bfloat16 it pays to write the matrix out in float32, if float32 products are
+# faster. For more rows, x itself would take much memory in float32.
+WIDENED_ROWS = range(256, 1025)
+FEW_ROWS = 128  # up to so many, XLA on CPU is faster if it does not write a matrix in groups out
+
+
+def linear(x: Array, w: Matrix, out_dtype: DTypeLike | None = None) -> Array:
+    """x [..., in] times the transpose of w [out, in], summed in float32: [..., out] in `out_dtype`,
+    or in x's dtype if that is not given.
+
+    On CPU, x is rounded to int8 row by row where w is int8: CPUs have an instruction for that
+    product. For any other, XLA would first write the whole weight out in a wider dtype.
+    """
+    *lead, width = x.shape
+    rows = x.reshape(-1, width)
+    n = rows.shape[0]
+    if isinstance(w, Grouped):
+        return grouped_product(rows, w, out_dtype or x.dtype).reshape(*lead, -1)
+    if n == 1 and (isinstance(w, Int8) or x.dtype != jnp.float32):
+        # For one row XLA on CPU would upcast the whole weight; for two it reads the weight as it
+        # is.
+        rows = jnp.pad(rows, ((0, 1), (0, 0)))
+    if isinstance(w, Int8):
+        y = lax.platform_dependent(rows, w.values, cpu=int8_product, default=upcast_product)
+        y = y * w.scale
+    elif isinstance(w, Transposed):
+        y = product(rows, w.values, contract=0)
+    else:
+        y = product(rows, dense(w, rows.dtype))
+    return y[:n].astype(out_dtype or x.dtype).reshape(*lead, -1)
+
+
+def product(x: Array, w: Array, contract: int = 1, sum_dtype: DTypeLike = jnp.float32) -> Array:
+    """x [rows, in] times a matrix, whose axis `contract` is summed over: [rows, out] in
+    `sum_dtype`."""
+
+    def multiply(x: Array, w: Array) -> Array:
+        # Without HIGHEST, a TPU would multiply float32 in bfloat16 and a GPU in tf32.
+        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        axes = (((1,), (contract,)), ((), ()))
+        return lax.dot_general(x, w, axes, precision=precision, preferred_element_type=sum_dtype)
+
+    def widened(x: Array, w: Array) -> Array:
+        return multiply(x.astype(jnp.float32), w.astype(jnp.float32))
+
+    if x.dtype == jnp.bfloat16 and len(x) in WIDENED_ROWS and not has_matrix_unit():
+        return lax.platform_dependent(x, w, cpu=widened, default=multiply)
+    return multiply(x, w)
+
+
+@cache
+def has_matrix_unit() -> bool:
+    """Whether this CPU is assumed to multiply many rows faster in bfloat16 than in float32. It is
+    assumed of all CPUs except those of which Linux says that they have AVX and no AMX."""
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
+    return "amx_bf16" in info or "avx" not in info
+
+
+def upcast_product(x: Array, values: Array) -> Array:
+    # XLA fuses the cast into the product, so no wide copy of the weight is in memory.
+    return product(x, values.astype(x.dtype))
+
+
+def int8_product(x: Array, values: Array) -> Array:
+    x_int8, scale = quantize_rows(x)
+    return product(x_int8, values, sum_dtype=jnp.int32).astype(jnp.float32) * scale[:, None]
+
+
+def grouped_product(x: Array, w: Grouped, out_dtype: DTypeLike) -> Array:
+    """x [rows, in] times a matrix in groups: [rows, out] in `out_dtype`.
+
+    On TPU, `ragged_dot` with a single expert is faster than what XLA makes of this. On CPU, XLA
+    would write the whole matrix out; unless there are many rows, it is faster to multiply number by
+    number.
+    """
+    from common.kernels.ragged_dot_tpu import ragged_dot_tpu, unsupported
+
+    def plain(x: Array, w: Grouped) -> Array:
+        return product(x, dequantize_groups(w).astype(x.dtype), contract=0).astype(out_dtype)
+
+    def by_number(x: Array, w: Grouped) -> Array:
+        two = jnp.pad(x.astype(jnp.float32), ((0, max(0, 2 - len(x))), (0, 0)))  # one row is slower
+        # Without the barrier, XLA would compute x again for each column of w; or, for matrices of
+        # one shape that multiply one x, write out x repeated for each column.
+        two, scale = lax.optimization_barrier((two, w.scale))
+        w = Grouped(w.values, scale)
+        return (two[:, :, None] * dequantize_groups(w)).sum(1)[: len(x)].astype(out_dtype)
+
+    def kernel(x: Array, w: Grouped) -> Array:
+        whole: Any = np.full(1, len(x), np.int32)  # known, so that no program computes it
+        return ragged_dot_tpu(x, stack_of_one(w), whole, None, out_dtype=out_dtype)
+
+    def stack_of_one(w: Grouped) -> Grouped:
+        return Grouped(w.values[None], w.scale[None])
+
+    forms: dict[str, Any] = dict(cpu=by_number) if len(x) <= FEW_ROWS else {}
+    if unsupported(x, stack_of_one(w)) is None:
+        forms["tpu"] = kernel
+    return lax.platform_dependent(x, w, **forms, default=plain)
+
+
+def dense(w: Matrix, dtype: DTypeLike) -> Array:
+    """A plain matrix as it is, and one in 8-bit floats as a plain matrix of `dtype`."""
+    if isinstance(w, Fp8):
+        return dequantize_fp8(w).astype(dtype)
+    if isinstance(w, Grouped):
+        return dequantize_groups(w).swapaxes(-1, -2).astype(dtype)
+    if not isinstance(w, Array):
+        raise ValueError(f"only ragged_dot takes a matrix stored as {type(w).__name__}")
+    return w
+
+
+def headwise(x: Array, w: Matrix, rows: slice, transpose: bool = False) -> Array:
+    """Multiplies each head's vector by some rows of that head's own matrix, summed in float32.
+
+    Args:
+      x: [B, T, N, I]; with `transpose` [B, T, N, O], where O is the number of rows.
+      w: the matrices of all heads, one after the other, plain, Int8 or Fp8: [N * height, I].
+      rows: which rows of each head's matrix.
+
+    Returns [B, T, N, O], or with `transpose` [B, T, N, I], in x's dtype.
+    """
+    equation = "btno,noi->btni" if transpose else "btni,noi->btno"
+
+    def of_heads(w: Array) -> Array:
+        return w.reshape(x.shape[2], -1, *w.shape[1:])[:, rows]
+
+    if not isinstance(w, Int8):
+        return product_of_heads(equation, x, of_heads(dense(w, x.dtype))).astype(x.dtype)
+    values, scale_NO = of_heads(w.values).astype(x.dtype), of_heads(w.scale[0])
+    if transpose:  # the scales belong to the axis that is summed over
+        x = (x * scale_NO).astype(x.dtype)
+        return product_of_heads(equation, x, values).astype(x.dtype)
+    return (product_of_heads(equation, x, values) * scale_NO).astype(x.dtype)
+
+
+def product_of_heads(equation: str, x: Array, w_NOI: Array) -> Array:
+    """Sums in float32. On CPU it also multiplies in float32, because XLA's batched products there
+    do not take bfloat16."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dot = partial(jnp.einsum, equation, precision=precision, preferred_element_type=jnp.float32)
+
+    def wide(x: Array, w: Array) -> Array:
+        return dot(x.astype(jnp.float32), w.astype(jnp.float32))
+
+    return lax.platform_dependent(x, w_NOI, cpu=wide, default=dot)
+
+
+def embed_rows(table_VD: Matrix, ids: Array, dtype: DTypeLike) -> Array:
+    """Rows `ids` [...] of an embedding table [V, D]: [..., D] in `dtype`. An id outside [0, V),
+    which another device holds, gives zeros."""
+    own = (ids >= 0) & (ids < out_features(table_VD))
+    ids = jnp.where(own, ids, 0)
+    if isinstance(table_VD, Int8):
+        rows = table_VD.values[ids].astype(jnp.float32) * table_VD.scale[0, ids][..., None]
+    elif isinstance(table_VD, Transposed):
+        rows = jnp.moveaxis(table_VD.values[:, ids], 0, -1)
+    else:
+        rows = dense(table_VD, dtype)[ids]
+    return jnp.where(own[..., None], rows, 0).astype(dtype)
