@@ -177,51 +177,6 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     return tasks, {"load_s": load_s, "platform": "cpu", "context": limit}
 
 
-def quantized(file: Path, kind: str) -> Path:
-    """Writes the GGUF file again in another type of llama.cpp, such as "Q4_K_M", beside it."""
-    import llama_cpp as lib
-
-    options, out = lib.llama_model_quantize_default_params(), file.with_suffix(f".{kind}.gguf")
-    options.ftype = getattr(lib, f"LLAMA_FTYPE_{'ALL' if kind == 'F32' else 'MOSTLY'}_{kind}")
-    lib.llama_log_set(quiet, None)
-    if lib.llama_model_quantize(str(file).encode(), str(out).encode(), options):
-        raise ValueError(f"llama.cpp cannot write {file.name} as {kind}")
-    return out
-
-
-def perplexity(file: Path, windows: np.ndarray) -> float:
-    """Returns llama.cpp's perplexity of rows of tokens; the first of each row is not scored."""
-    import llama_cpp as lib
-
-    (rows, width), total = windows.shape, 0.0
-    lib.llama_log_set(quiet, None)
-    lib.llama_backend_init()
-    model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
-    if not model:
-        raise ValueError(f"llama.cpp cannot load {file}")
-    options = lib.llama_context_default_params()
-    options.n_ctx = options.n_batch = options.n_ubatch = width
-    options.n_threads = options.n_threads_batch = cores()
-    context = lib.llama_init_from_model(model, options)
-    vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-    for row in windows:
-        lib.llama_memory_clear(lib.llama_get_memory(context), True)
-        batch = lib.llama_batch_init(width, 0, 1)
-        batch.n_tokens = width
-        for i, token in enumerate(row):
-            batch.token[i], batch.pos[i], batch.logits[i] = int(token), i, True
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-        if lib.llama_decode(context, batch):
-            raise ValueError("llama.cpp's llama_decode failed")
-        logits = np.ctypeslib.as_array(lib.llama_get_logits(context), (width, vocab_size))
-        logits = logits[:-1].astype(np.float64)
-        largest = logits.max(-1)
-        logsum = largest + np.log(np.exp(logits - largest[:, None]).sum(-1))
-        total += (logsum - logits[np.arange(width - 1), row[1:]]).sum()
-        lib.llama_batch_free(batch)
-    return float(np.exp(total / (rows * (width - 1))))
-
-
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 def quiet(level: int, text: bytes, data: int) -> None:
     if level == 4:  # an error

@@ -1,9 +1,6 @@
 """Measures a text's perplexity in each precision of the command line, to show what each one costs.
 
-    python -m benchmarks.perplexity --ckpt DIR --text FILE [--against FILE.gguf]
-
-With `--against`, llama.cpp quantises the same weights, and reads the same tokens: see
-`benchmarks.llamacpp`, which writes the file, and says which packages this needs.
+    python -m benchmarks.perplexity --ckpt DIR --text FILE
 
 The text is cut into windows that are read independently, so the first token of each is not scored.
 All products and all reads of the cache are those that generation uses.
@@ -51,9 +48,6 @@ PRECISIONS = (
 )
 
 
-LLAMACPP_TYPES = ("F32", "Q8_0", "Q4_0", "Q4_K_M")
-
-
 def surprise(weights: Any, tokens_BT: jax.Array, model: Model, dtype: Any) -> jax.Array:
     """Returns the sum of -log p(token | its row before it), over all tokens but the first of each
     row."""
@@ -94,22 +88,6 @@ def perplexity(args: argparse.Namespace, precision: Precision) -> tuple[float, i
     return math.exp(total / scored), scored, time.perf_counter() - began
 
 
-def against(args: argparse.Namespace) -> list[tuple[str, float]]:
-    """Returns the name and the perplexity of each of llama.cpp's types."""
-    from benchmarks import llamacpp
-
-    module = importlib.import_module(f"{args.model}.model")
-    text = args.text.read_text(encoding="utf-8")
-    windows = read_windows(open_model(module, args.ckpt), text, args.tokens, args.window)
-    found = []
-    for kind in LLAMACPP_TYPES:
-        sys.stderr.write(f"llama.cpp, {kind} ...\n")
-        file = llamacpp.quantized(args.against, kind)
-        found.append((f"llama.cpp, {kind}", llamacpp.perplexity(file, windows)))
-        file.unlink()
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     ap = argparse.ArgumentParser(prog="python -m benchmarks.perplexity", description=__doc__)
     ap.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -118,7 +96,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("--tokens", type=int, default=8192, metavar="N", help="read at most N tokens")
     ap.add_argument("--window", type=int, default=512, metavar="T", help="tokens of context")
     ap.add_argument("--batch", type=int, default=2, metavar="B", help="windows read together")
-    ap.add_argument("--against", type=Path, metavar="FILE.gguf", help="in F32, for llama.cpp")
     ap.add_argument("--model", default="llama3", help="the model's package")
     args = ap.parse_args(argv)
     try:
@@ -129,7 +106,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         for precision in PRECISIONS:
             sys.stderr.write(f"{precision.name} ...\n")
             results.append(perplexity(args, precision))
-        theirs = against(args) if args.against else []
     except (ValueError, OSError) as error:
         sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
         sys.exit(2)
@@ -139,8 +115,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for precision, (value, _, _) in zip(PRECISIONS, results, strict=True):
         change = "" if precision is PRECISIONS[0] else f"{100 * (value / results[0][0] - 1):+.2f} %"
         print(f"| {precision.name} | {value:.4f} | {change} |")
-    for name, value in theirs:
-        print(f"| {name} | {value:.4f} | {100 * (value / results[0][0] - 1):+.2f} % |")
 
 
 if __name__ == "__main__":
