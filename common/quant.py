@@ -221,17 +221,16 @@ def storage_named(name: str | None, on_cpu: bool = False) -> Storage | None:
         return None
     if name == "int8":
         return INT8
-    kind, _, group = name.partition(":")
-    if kind != "int4" or not (group or "64").isdecimal() or int(group or 64) < 2:
+    kind, colon, group = name.partition(":")
+    group = group if colon else str(INT4_GROUP)
+    if kind != "int4" or not group.isdecimal() or int(group) < 2:
         raise ValueError(f"quant {name!r} is not one of int8, int4 and int4:GROUP")
-    return int4(int(group or INT4_GROUP), on_cpu)
+    return int4(int(group), on_cpu)
 
 
 def out_features(w: Matrix) -> int:
-    """The number of rows of a matrix [out, in]."""
-    if isinstance(w, Transposed | Grouped):
-        return w.values.shape[1]
-    return (w if isinstance(w, Array) else w.values).shape[0]
+    """The number of rows of a matrix [out, in], or of each of a stack."""
+    return int(jax.tree.leaves(w)[0].shape[-1 if isinstance(w, Transposed | Grouped) else -2])
 
 
 def dequantize_fp8(w: Fp8) -> Array:

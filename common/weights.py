@@ -81,7 +81,7 @@ def is_weight(x: Any) -> bool:
     return isinstance(x, Weight)
 
 
-def storage_of(weight: Weight, storage: Storage | None) -> Storage | None:
+def storage_for(weight: Weight, storage: Storage | None) -> Storage | None:
     """The storage in which a weight is kept if the user chose `storage`; None: as it is published.
     So are weights whose published form that storage does not replace, such as those in 4 bits."""
     while storage is not None and weight.kind not in storage.kinds:

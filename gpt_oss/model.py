@@ -121,7 +121,7 @@ class Sliding(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The loader decides how each Matrix is stored. `linear` and `ragged_dot` take all forms."""
+    """The loader decides how each Matrix is stored; the products take it as it is."""
 
     sliding: Sliding | None
     attn_norm: Array  # [D]

@@ -78,7 +78,7 @@ class Config(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The loader decides how each Matrix is stored. `linear` takes all forms."""
+    """The loader decides how each Matrix is stored; the products take it as it is."""
 
     attn_norm: Array  # [D]
     wq: Matrix  # [N * H, D]

@@ -139,7 +139,7 @@ class Rotary(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The loader decides how each Matrix is stored. `linear` and `ragged_dot` take all forms."""
+    """The loader decides how each Matrix is stored; the products take it as it is."""
 
     rotary: Rotary | None
     attn_norm: Array  # [D]

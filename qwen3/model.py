@@ -113,7 +113,7 @@ class Moe(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The loader decides how each Matrix is stored. `linear` and `ragged_dot` take all forms."""
+    """The loader decides how each Matrix is stored; the products take it as it is."""
 
     attn_norm: Array  # [D]
     wq: Matrix  # [N * H, D]

@@ -105,6 +105,8 @@ def test_a_step_reads_the_experts_that_some_token_chose_and_not_the_table_beside
     cache = jnp.ones(10, jnp.int8)
     assert step_bytes(tree, cache, 0.5, share) == pytest.approx(15 * 4 + 64 * 7 / 16 + 24 + 5)
     assert step_bytes(tree._replace(head=None), cache, 0, share) == pytest.approx(60 + 28 + 24)
+    packed = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.int4), tree)
+    assert step_bytes(packed, (), 0, share) < step_bytes(tree, (), 0, share) / 4
 
 
 @pytest.mark.parametrize("rows, of_head", [(8, 8), (24, 1)])

@@ -220,12 +220,15 @@ def test_transposed_weights_give_the_same_logits(family, variant, axes):
 
 @pytest.mark.one_in(3)
 @SECOND
+@pytest.mark.parametrize("on_cpu", [True, pytest.param(False, marks=full)], ids=["int8", "int4"])
 @pytest.mark.parametrize("axes", ["", pytest.param("tensor=2", marks=full)])
-def test_weights_in_4_bits_compute_with_the_numbers_that_they_stand_for(family, variant, axes):
+def test_weights_in_4_bits_compute_with_the_numbers_that_they_stand_for(
+    family, variant, axes, on_cpu
+):
     """What is in int8 is widened in both, because a product with it rounds activations."""
     if axes and not fits(family, variant, axes):
         axes = next(iter(meshes(family, variant)))
-    engine = load(family, variant, axes, storage=int4(8, True))
+    engine = load(family, variant, axes, storage=int4(8, on_cpu))
 
     def widened(kind, wide, weights):
         change = lambda w: wide(w) if isinstance(w, kind) else w
@@ -240,7 +243,7 @@ def test_weights_in_4_bits_compute_with_the_numbers_that_they_stand_for(family, 
     got = np.concatenate(stepwise_logits(engine._replace(weights=weights)))
     assert_close(got, want, atol=FAMILIES[family].atol)
     golden = np.concatenate([prompt.logits for prompt in goldens(family, variant)])
-    assert_close(got, golden, rms=0.6)
+    assert_close(got, golden, rms=0.48)  # a tenth above the largest of these errors
 
 
 # ---- implementations of the same computation

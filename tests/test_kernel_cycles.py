@@ -2,7 +2,7 @@
 
 from tools.kernel_cycles import count
 
-# A copy of two bundles; an outer loop of 6 rounds, which makes 4 steps; in it a loop of 3 rounds.
+# Three bundles that run once; a loop of 6 rounds, which makes 4 steps; in it one of 3 rounds.
 PROGRAM = """
 LB: loop body
      0   :  { %s1 = smov.u32 0 }

@@ -36,7 +36,7 @@ from common.weights import (
     norm,
     specs_like,
     stack,
-    storage_of,
+    storage_for,
     vocab_rows,
 )
 
@@ -143,7 +143,7 @@ def test_on_tpu_a_product_with_groups_is_the_kernel_of_ragged_dot(rows):
         assert text.count("tpu_custom_call") == kernels
 
 
-@pytest.mark.parametrize("name", ["int5", "int4:x", "int4:1", "int4:-8", "int8:64", ""])
+@pytest.mark.parametrize("name", ["int5", "int4:", "int4:x", "int4:1", "int4:-8", "int8:64", ""])
 def test_an_unknown_storage_is_refused_by_name(name):
     with pytest.raises(ValueError, match="int8, int4 and int4:GROUP"):
         storage_named(name)
@@ -162,13 +162,13 @@ def test_each_kind_of_weight_gets_its_own_storage():
         (TRANSPOSED, dict(matrix=TRANSPOSED, rows=TRANSPOSED, head=None, stack=None, array=None)),
         (None, dict.fromkeys(kinds)),
     ):
-        assert {name: storage_of(w, storage) for name, w in weights.items()} == expected
+        assert {name: storage_for(w, storage) for name, w in weights.items()} == expected
 
 
 @pytest.mark.parametrize("published", [Fp8, Mxfp4, Transposed])
 def test_weights_in_fp8_are_quantised_again_and_those_in_4_bits_stay(published):
     weight = stack((2, 8, 64), P(None, None, None), published)
-    assert storage_of(weight, INT4) == (None if published is Mxfp4 else INT4)
+    assert storage_for(weight, INT4) == (None if published is Mxfp4 else INT4)
 
 
 # ---- products

@@ -112,7 +112,8 @@ def group_sizes(case):
 def random_matrices(form, rng, E, n_out, n_in, group=32):
     if form is Grouped:
         values = rng.integers(-8, 8, (E, n_in, n_out)).astype(jnp.int4)
-        scale = rng.uniform(0.05, 0.3, (E, n_in // group, n_out)) * rng.choice([-1, 1], (1, 1, 1))
+        groups = (E, n_in // group, n_out)
+        scale = rng.uniform(0.05, 0.3, groups) * rng.choice([-1, 1], groups)
         return Grouped(values, jnp.asarray(scale, BF16))
     if form is Int8:
         values = rng.integers(-127, 128, (E, n_out, n_in)).astype(np.int8)

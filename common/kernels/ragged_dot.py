@@ -37,6 +37,7 @@ from common.quant import (
     dequantize_groups,
     dequantize_mxfp4,
     is_stored,
+    out_features,
 )
 
 Array = jax.Array
@@ -111,7 +112,7 @@ def _check(x_MI: Array, w_EOI: Matrix, group_sizes_E: Array, bias_EO: Array | No
         )
     check_kind("group_sizes_E", group_sizes_E, jnp.integer)
     check_kind("x_MI", x_MI, jnp.floating)
-    (M, n_in), E, n_out = x_MI.shape, group_sizes_E.shape[0], _rows_of_matrix(w_EOI)
+    (M, n_in), E, n_out = x_MI.shape, group_sizes_E.shape[0], out_features(w_EOI)
     if isinstance(w_EOI, Mxfp4) and n_in % MXFP4_GROUP:
         raise ValueError(f"4-bit weights need x of a multiple of {MXFP4_GROUP} columns, not {n_in}")
     want: list[tuple[int, ...]] = [(E, n_out, n_in)]
@@ -132,13 +133,6 @@ def _check(x_MI: Array, w_EOI: Matrix, group_sizes_E: Array, bias_EO: Array | No
         raise ValueError(
             f"{E} matrices of {n_out} rows need a bias of {(E, n_out)}, not {bias_EO.shape}"
         )
-
-
-def _rows_of_matrix(w_EOI: Matrix) -> int:
-    """Returns O, for any stored form of w."""
-    if isinstance(w_EOI, Grouped):
-        return int(w_EOI.values.shape[2])
-    return int(jax.tree.leaves(w_EOI)[0].shape[1])
 
 
 # ---- reference
@@ -181,7 +175,7 @@ def _reference(
         return jnp.where((m >= start) & (m < end), y, y_MO), None
 
     experts = (w_EOI, bias_EO, ends_E - group_sizes_E, ends_E)
-    y_MO = jnp.zeros((len(x_MI), _rows_of_matrix(w_EOI)))
+    y_MO = jnp.zeros((len(x_MI), out_features(w_EOI)))
     y_MO = vary_like(y_MO, x_MI, *jax.tree.leaves(experts))
     return lax.scan(one, y_MO, experts)[0].astype(out_dtype)
 
@@ -292,7 +286,7 @@ def _expert_by_expert(
 
     The last R rows of an expert may reach into the next experts' rows, which are written later.
     """
-    E, n_out = len(left_E), _rows_of_matrix(w_EOI)
+    E, n_out = len(left_E), out_features(w_EOI)
     n = min(WIDENED_OUT, n_out) if _must_widen(w_EOI, dtype) else n_out
 
     def block(e: Array, at: Array | int, n: int, y_MO: Array) -> Array:

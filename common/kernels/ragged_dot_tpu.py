@@ -50,6 +50,7 @@ from common.quant import (
     bits_of,
     e2m1,
     e8m0,
+    out_features,
 )
 
 Array = jax.Array
@@ -99,7 +100,7 @@ class TileSizes(NamedTuple):
 def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSizes | None:
     """Returns the widest tiles that fit in BUDGET: they make few passes over x, and large transfers
     of w. None if no tile fits."""
-    (M, n_in), E, n_out = x_MI.shape, len(jax.tree.leaves(w_EOI)[0]), _rows_of_matrix(w_EOI)
+    (M, n_in), E, n_out = x_MI.shape, len(jax.tree.leaves(w_EOI)[0]), out_features(w_EOI)
 
     def row(dtype: Any, width: int) -> int:
         return pl.cdiv(width, LANES) * LANES * bits_of(dtype) // 8
@@ -134,11 +135,6 @@ def _tiled(w_EOI: Matrix) -> list[tuple[Array, int]]:
     axis = 1 if isinstance(w_EOI, Grouped) else 2
     tiled = arrays if isinstance(w_EOI, Mxfp4 | Grouped) else arrays[:1]
     return [(a, a.shape[axis]) for a in tiled]
-
-
-def _rows_of_matrix(w_EOI: Matrix) -> int:
-    """Returns O, for any stored form of w."""
-    return int(jax.tree.leaves(w_EOI)[0].shape[2 if isinstance(w_EOI, Grouped) else 1])
 
 
 def _group(w_EOI: Matrix) -> int:
@@ -382,7 +378,7 @@ def ragged_dot_tpu(
     interpret: Any = False,
 ) -> Array:
     """Computes `ragged_dot` on TPU."""
-    (M, n_in), E, n_out = x_MI.shape, len(group_sizes_E), _rows_of_matrix(w_EOI)
+    (M, n_in), E, n_out = x_MI.shape, len(group_sizes_E), out_features(w_EOI)
     dtype, planes = _compute_dtype(x_MI, w_EOI), _planes(w_EOI)
     sizes = tile_sizes(x_MI, w_EOI, dtype, out_dtype)
     assert sizes is not None

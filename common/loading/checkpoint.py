@@ -27,7 +27,7 @@ from common.loading.reading import Part, read_tensor
 from common.loading.stored import open_tensors
 from common.quant import SPECS, Fp8, Matrix, Storage, Transposed, dequantize_fp8, is_stored
 from common.sharding import model_shards
-from common.weights import Weight, by_path, is_weight, published_arrays, storage_of
+from common.weights import Weight, by_path, is_weight, published_arrays, storage_for
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in total
 
@@ -160,7 +160,7 @@ def load_weights(
             progress(done, total)
 
     def load(path: str, weight: Weight) -> Any:
-        chosen = storage_of(weight, storage)
+        chosen = storage_for(weight, storage)
 
         def array(path: str, declared: Weight) -> jax.Array:
             own = np.dtype(dtype if declared.dtype is None else declared.dtype)

@@ -25,7 +25,7 @@ from common.quant import (
     transpose_weight,
 )
 from common.sharding import P
-from common.weights import Weight, is_weight, storage_of
+from common.weights import Weight, is_weight, storage_for
 
 Array = jax.Array
 
@@ -51,7 +51,7 @@ def random_weight(
     key: Array, weight: Weight, mesh: Mesh, dtype: np.dtype, storage: Storage | None
 ) -> Any:
     """Makes one weight: `initial` everywhere, or uniform numbers of standard deviation STD."""
-    storage = storage_of(weight, storage)
+    storage = storage_for(weight, storage)
     shape = NamedSharding(mesh, weight.spec).shard_shape(weight.shape)
 
     def make(key: Array) -> Any:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from common.quant import bits_of
+
 
 def read_bandwidth(megabytes: int = 256, repeats: int = 5) -> float:
     """Measures how fast one device reads a matrix that fits no cache, in bytes per second: the best
@@ -26,7 +28,7 @@ def read_bandwidth(megabytes: int = 256, repeats: int = 5) -> float:
 
 
 def tree_bytes(tree: Any) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(tree))
+    return sum(x.size * bits_of(x.dtype) // 8 for x in jax.tree.leaves(tree))
 
 
 def step_bytes(weights: Any, cache: Any, filled: float, read: Callable[[int], float]) -> float:
@@ -39,7 +41,7 @@ def step_bytes(weights: Any, cache: Any, filled: float, read: Callable[[int], fl
         for path, x in jax.tree.leaves_with_path(weights)
         if ".experts." in jax.tree_util.keystr(path)
     ]
-    spared = sum(x.nbytes * (1 - read(x.shape[0])) for x in stacks)
+    spared = sum(tree_bytes(x) * (1 - read(x.shape[0])) for x in stacks)
     return tree_bytes(weights) - skipped - spared + tree_bytes(cache) * filled
 
 

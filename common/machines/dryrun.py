@@ -31,7 +31,7 @@ from common.machines.hlo import Collective, collectives, cycles, operations, par
 from common.machines.mesh_choice import Axes, best_mesh, load_of, parts, weight_bytes
 from common.quant import TRANSPOSED, Fp8, Mxfp4, Storage, bits_of
 from common.sharding import DATA, EXPERT, TENSOR, P, Shards, make_mesh, model_shards, parse_mesh
-from common.weights import by_path, check_divides, specs_like, storage_of
+from common.weights import by_path, check_divides, specs_like, storage_for
 
 
 class Plan(NamedTuple):
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     def stored(self) -> str:
         """Says in words how weights and cache are stored."""
         layout = by_path(self.module.weight_layout(self.config)).values()
-        kept = (w for w in layout if storage_of(w, self.storage) is None)
+        kept = (w for w in layout if storage_for(w, self.storage) is None)
         names = {NAMES.get(w.published) for w in kept} - {None}
         if self.storage is not None and self.storage is not TRANSPOSED:
             names.add(self.storage.name)

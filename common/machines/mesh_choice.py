@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 from common.machines.chips import Chip, chip_of
 from common.quant import Storage
 from common.sharding import DATA, EXPERT, TENSOR, Shards, make_mesh
-from common.weights import Weight, by_path, check_divides, is_weight, published_arrays, storage_of
+from common.weights import Weight, by_path, check_divides, is_weight, published_arrays, storage_for
 
 REDUCED = 6.0  # bytes that the links could send while a collective returns one
 START = 5e-6  # least seconds of a collective
@@ -67,7 +67,7 @@ def parts(spec: PartitionSpec, axes: Axes) -> int:
 
 def weight_bytes(weight: Weight, dtype: DTypeLike, storage: Storage | None, axes: Axes) -> int:
     """Returns the bytes of one device's part of a weight, without the scales of a quantised one."""
-    if (chosen := storage_of(weight, storage)) is not None:
+    if (chosen := storage_for(weight, storage)) is not None:
         size = chosen.bytes or jnp.dtype(dtype).itemsize
         return int(math.prod(weight.shape) * size) // parts(weight.spec, axes)
     arrays = jax.tree.leaves(published_arrays(weight), is_leaf=is_weight)
