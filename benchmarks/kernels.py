@@ -28,7 +28,7 @@ from jax import lax
 from common.kernels.decode_attention import ragged_decode_attention
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
-from common.quant import Fp8, Int8, Mxfp4, quantize_rows
+from common.quant import Fp8, Mxfp4, Rowwise, quantize_rows
 
 KERNELS = ("decode_attention", "prefill_attention", "ragged_dot")
 BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
@@ -196,7 +196,7 @@ def make_experts(shape: Experts, dtype: str, tokens: int) -> Any:
     if dtype == "bf16":
         w: Any = jax.random.normal(keys[1], (E, n_out, n_in), BF16)
     elif dtype == "int8":
-        w = Int8(bits((E, n_out, n_in)).astype(jnp.int8), jnp.full((E, n_out), 0.01))
+        w = Rowwise(bits((E, n_out, n_in)).astype(jnp.int8), jnp.full((E, n_out), 0.01))
     elif dtype == "fp8":
         scale = jnp.full((E, -(-n_out // 128), -(-n_in // 128)), 0.01)
         w = Fp8((bits((E, n_out, n_in)) & 0xBF).view(FP8), scale)

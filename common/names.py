@@ -46,9 +46,15 @@ class Dropped(NamedTuple):
     beside: str
 
 
+class Holds(NamedTuple):
+    """The stored tensor must hold these whole numbers, or one number everywhere, and is dropped."""
+
+    numbers: tuple[int, ...]
+
+
 Transform = Order | Axes | None
 # A path into the model file's `Weights`, alone or with how its axes are stored; None: dropped.
-Target = str | tuple[str, Transform] | Same | Dropped | None
+Target = str | tuple[str, Transform] | Same | Dropped | Holds | None
 # By published name, in which `*` stands for a number and a last `**` for any ending. If several
 # rows match a name, the most specific wins: the name itself, then `prefix.**`, then a row with a
 # `*` for every number but the first (the layer's), then a row with a `*` for every number. A list
@@ -68,7 +74,7 @@ def fp8_table(table: Table, projections: Collection[str], shards: Shards) -> Tab
             fp8[name] = target
         elif isinstance(target, str):
             fp8[name], fp8[f"{name}_scale_inv"] = f"{target}.values", f"{target}.scale"
-        elif isinstance(target, tuple) and not isinstance(target, Same | Dropped):
+        elif isinstance(target, tuple) and not isinstance(target, Same | Dropped | Holds):
             path, order = target
             in_blocks = None  # on one device the published order stays
             if isinstance(order, Order) and shards.model > 1:

@@ -13,13 +13,14 @@ from jax.typing import DTypeLike
 from common.quant import (
     Fp8,
     Grouped,
-    Int8,
     Matrix,
+    Rowwise,
     Transposed,
     dequantize_fp8,
     dequantize_groups,
     out_features,
     quantize_rows,
+    zero_sums,
 )
 
 Array = jax.Array
@@ -42,12 +43,13 @@ def linear(x: Array, w: Matrix, out_dtype: DTypeLike | None = None) -> Array:
     n = rows.shape[0]
     if isinstance(w, Grouped):
         return grouped_product(rows, w, out_dtype or x.dtype).reshape(*lead, -1)
-    if n == 1 and (isinstance(w, Int8) or x.dtype != jnp.float32):
+    if n == 1 and (isinstance(w, Rowwise) or x.dtype != jnp.float32):
         # For one row XLA on CPU would upcast the whole weight; for two it reads the weight as it
         # is.
         rows = jnp.pad(rows, ((0, 1), (0, 0)))
-    if isinstance(w, Int8):
-        y = lax.platform_dependent(rows, w.values, cpu=int8_product, default=upcast_product)
+    if isinstance(w, Rowwise):
+        forms: Any = dict(cpu=int8_product) if w.values.dtype == jnp.int8 else {}
+        y = lax.platform_dependent(rows, w.values, **forms, default=upcast_product)
         y = y * w.scale
     elif isinstance(w, Transposed):
         y = product(rows, w.values, contract=0)
@@ -112,12 +114,16 @@ def grouped_product(x: Array, w: Grouped, out_dtype: DTypeLike) -> Array:
         # Without the barrier, XLA would compute x again for each column of w; or, for matrices of
         # one shape that multiply one x, write out x repeated for each column.
         two, scale = lax.optimization_barrier((two, w.scale))
-        w = Grouped(w.values, scale)
+        w = w._replace(scale=scale)
         return (two[:, :, None] * dequantize_groups(w)).sum(1)[: len(x)].astype(out_dtype)
 
     def kernel(x: Array, w: Grouped) -> Array:
         whole: Any = np.full(1, len(x), np.int32)  # known, so that no program computes it
-        return ragged_dot_tpu(x, stack_of_one(w), whole, None, out_dtype=out_dtype)
+        kind = out_dtype if w.zero is None else jnp.float32
+        y = ragged_dot_tpu(x, stack_of_one(w), whole, None, out_dtype=kind)
+        if w.zero is not None:
+            y = (y - product(*zero_sums(x, w.scale, w.zero), contract=0)).astype(out_dtype)
+        return y
 
     def stack_of_one(w: Grouped) -> Grouped:
         return Grouped(w.values[None], w.scale[None])
@@ -144,7 +150,7 @@ def headwise(x: Array, w: Matrix, rows: slice, transpose: bool = False) -> Array
 
     Args:
       x: [B, T, N, I]; with `transpose` [B, T, N, O], where O is the number of rows.
-      w: the matrices of all heads, one after the other, plain, Int8 or Fp8: [N * height, I].
+      w: the matrices of all heads, one after the other, plain, Rowwise or Fp8: [N * height, I].
       rows: which rows of each head's matrix.
 
     Returns [B, T, N, O], or with `transpose` [B, T, N, I], in x's dtype.
@@ -154,7 +160,7 @@ def headwise(x: Array, w: Matrix, rows: slice, transpose: bool = False) -> Array
     def of_heads(w: Array) -> Array:
         return w.reshape(x.shape[2], -1, *w.shape[1:])[:, rows]
 
-    if not isinstance(w, Int8):
+    if not isinstance(w, Rowwise):
         return product_of_heads(equation, x, of_heads(dense(w, x.dtype))).astype(x.dtype)
     values, scale_NO = of_heads(w.values).astype(x.dtype), of_heads(w.scale[0])
     if transpose:  # the scales belong to the axis that is summed over
@@ -180,7 +186,7 @@ def embed_rows(table_VD: Matrix, ids: Array, dtype: DTypeLike) -> Array:
     which another device holds, gives zeros."""
     own = (ids >= 0) & (ids < out_features(table_VD))
     ids = jnp.where(own, ids, 0)
-    if isinstance(table_VD, Int8):
+    if isinstance(table_VD, Rowwise):
         rows = table_VD.values[ids].astype(jnp.float32) * table_VD.scale[0, ids][..., None]
     elif isinstance(table_VD, Transposed):
         rows = jnp.moveaxis(table_VD.values[:, ids], 0, -1)

@@ -25,11 +25,11 @@ MXFP4_GROUP = 32  # neighbours in a row that share a scale
 STEPS = (-9.0, 0.25, 13)
 
 
-class Int8(NamedTuple):
+class Rowwise(NamedTuple):
     """values * scale. There is one scale for each output channel and each shard of the input, so
     each device can quantise its own part of a matrix; it sees scale [1, out]."""
 
-    values: Array  # int8 [.., out, in]
+    values: Array  # int8 or float8_e4m3fn [.., out, in]
     scale: Array  # float32 [.., shards of in, out]
 
 
@@ -59,15 +59,27 @@ class Mxfp4(NamedTuple):
 
 
 class Grouped(NamedTuple):
-    """values * scale. Neighbours in a row share a scale, in groups of equal size. A matrix
-    [out, in] is stored as [in, out], so a scale is multiplied by whole vectors of a TPU."""
+    """(values - zero) * scale. Neighbours in a row share a scale and a zero point, in groups of
+    equal size. A matrix [out, in] is stored as [in, out], so a scale is multiplied by whole vectors
+    of a TPU."""
 
     values: Array  # int4 or int8 [.., in, out]
     scale: Array  # a float [.., groups of in, out]
+    zero: Array | None = None  # int8 [.., groups of in, out]; None: all are 0
+
+
+class Packed(NamedTuple):
+    """How others quantised a matrix that a file holds: a form, and what its arrays depend on."""
+
+    form: type  # Rowwise or Grouped
+    dtype: DTypeLike  # of the values
+    scales: int  # in a row
+    zero: bool = False  # whether there are zero points
+    scale_dtype: DTypeLike = jnp.float32
 
 
 # A matrix, or a stack of matrices, in one of these forms.
-Matrix = Array | Int8 | Transposed | Fp8 | Mxfp4 | Grouped
+Matrix = Array | Rowwise | Transposed | Fp8 | Mxfp4 | Grouped
 
 
 class Storage(NamedTuple):
@@ -92,10 +104,10 @@ def quantize_rows(x: Array) -> tuple[Array, Array]:
     return jnp.round(x * inverse[..., None]).astype(jnp.int8), scale
 
 
-def quantize_weight(w: Array, dtype: DTypeLike | None = None) -> Int8:
+def quantize_weight(w: Array, dtype: DTypeLike | None = None) -> Rowwise:
     """One device's part of matrices [.., out, in] as int8 with a scale per output channel."""
     values, scale = quantize_rows(w)
-    return Int8(values, scale[..., None, :])
+    return Rowwise(values, scale[..., None, :])
 
 
 def quantize_groups(
@@ -136,7 +148,7 @@ def quantize_groups(
 
     # One matrix after the other, so the temporary arrays are those of one.
     parts = lax.map(matrix, w.reshape(-1, n_out, n_in))
-    return Grouped(*(a.reshape(*lead, *a.shape[1:]) for a in parts))
+    return jax.tree.map(lambda a: a.reshape(*lead, *a.shape[1:]), parts)
 
 
 def transpose_weight(w: Array, dtype: DTypeLike) -> Transposed:
@@ -171,6 +183,15 @@ def transposed_shapes(shape: Shape) -> tuple[tuple[Shape, None], ...]:
     return (((*lead, columns, rows), None),)
 
 
+def packed_shapes(packed: Packed, shape: Shape) -> tuple[tuple[Shape, DTypeLike] | None, ...]:
+    *lead, rows, columns = shape
+    scale = (*lead, packed.scales, rows)
+    if packed.form is Rowwise:
+        return (shape, packed.dtype), (scale, packed.scale_dtype)
+    values = ((*lead, columns, rows), packed.dtype)
+    return values, (scale, packed.scale_dtype), (scale, jnp.int8) if packed.zero else None
+
+
 # The arrays in which a checkpoint holds [.., out, in]: shapes and dtypes (None: the model's dtype).
 SHAPES: dict[type, Callable[[Shape], Any]] = {
     Fp8: fp8_shapes,
@@ -179,11 +200,11 @@ SHAPES: dict[type, Callable[[Shape], Any]] = {
 }
 # The specs of a stored matrix's arrays, from the spec of the matrix [.., out, in].
 SPECS: dict[type, Callable[[PartitionSpec], Any]] = {
-    Int8: lambda spec: Int8(P(*spec), swapped(spec)),  # a scale is [.., in, out]
+    Rowwise: lambda spec: Rowwise(P(*spec), swapped(spec)),  # a scale is [.., in, out]
     Transposed: lambda spec: Transposed(swapped(spec)),
     Fp8: lambda spec: Fp8(P(*spec), P(*spec)),
     Mxfp4: lambda spec: Mxfp4(P(*spec), P(*spec)),
-    Grouped: lambda spec: Grouped(swapped(spec), swapped(spec)),
+    Grouped: lambda spec: Grouped(*[swapped(spec)] * 3),
 }
 
 
@@ -198,7 +219,7 @@ def is_stored(w: Any) -> bool:
 
 
 KINDS = ("matrix", "table", "headwise", "stack")
-INT8 = Storage("int8", quantize_weight, SPECS[Int8], KINDS, 1, (Fp8,))
+INT8 = Storage("int8", quantize_weight, SPECS[Rowwise], KINDS, 1, (Fp8, Rowwise))
 # XLA on CPU multiplies a few rows of float32 by a transposed matrix 1.4 times as fast.
 TRANSPOSED = Storage("transposed", transpose_weight, SPECS[Transposed], ("matrix", "table"))
 INT4_GROUP = 64
@@ -211,7 +232,9 @@ def int4(group: int, on_cpu: bool) -> Storage:
     kept = jnp.int8 if on_cpu else jnp.int4
     convert = partial(quantize_groups, group=group, kept=kept)
     kinds = ("matrix", "stack")
-    return Storage("int4", convert, SPECS[Grouped], kinds, 1 if on_cpu else 0.5, (Fp8,), INT8)
+    return Storage(
+        "int4", convert, SPECS[Grouped], kinds, 1 if on_cpu else 0.5, (Fp8, Rowwise), INT8
+    )
 
 
 def storage_named(name: str | None, on_cpu: bool = False) -> Storage | None:
@@ -257,7 +280,21 @@ def dequantize_groups(w: Grouped) -> Array:
     """The float32 matrices, transposed: [.., in, out]."""
     *lead, groups, n_out = w.scale.shape
     values = w.values.astype(jnp.float32).reshape(*lead, groups, -1, n_out)
+    if w.zero is not None:
+        values = values - w.zero[..., None, :]
     return (values * w.scale[..., None, :]).reshape(w.values.shape)
+
+
+def dequantize_rows(w: Rowwise) -> Array:
+    """The float32 matrices [.., out, in] of one device's part."""
+    return w.values.astype(jnp.float32) * w.scale.swapaxes(-1, -2)
+
+
+def zero_sums(x: Array, scale: Array, zero: Array) -> tuple[Array, Array]:
+    """What zero points subtract from x [rows, in] times a matrix is the product of two small
+    arrays: the sums of x over each group [rows, groups], and zero * scale [.., groups, out]."""
+    sums = x.astype(jnp.float32).reshape(len(x), scale.shape[-2], -1).sum(-1)
+    return sums, zero * scale.astype(jnp.float32)
 
 
 def e2m1(code: Array) -> Array:

@@ -19,9 +19,11 @@ from common.quant import (
     SPECS,
     Fp8,
     Mxfp4,
+    Packed,
     Shape,
     Storage,
     Transposed,
+    packed_shapes,
 )
 from common.sharding import EXPERT, TENSOR, P, Shards
 
@@ -32,7 +34,7 @@ class Weight(NamedTuple):
     shape: Shape  # of a matrix [out, in], in whatever form it is stored
     spec: PartitionSpec
     kind: Literal["array", "matrix", "table", "headwise", "stack"]
-    published: type | None = None  # the form in which a checkpoint holds it: Fp8, Mxfp4, ...
+    published: type | Packed | None = None  # how a checkpoint holds it: Fp8, Mxfp4, ...
     dtype: DTypeLike | None = None  # None: the dtype of the model
     initial: float | None = None  # fills a new weight; None: random numbers
 
@@ -86,21 +88,29 @@ def storage_for(weight: Weight, storage: Storage | None) -> Storage | None:
     So are weights whose published form that storage does not replace, such as those in 4 bits."""
     while storage is not None and weight.kind not in storage.kinds:
         storage = storage.rest
-    if storage is None or weight.published not in (None, Transposed, *storage.requantizes):
+    if storage is None or published_form(weight) not in (None, Transposed, *storage.requantizes):
         return None
     return storage
+
+
+def published_form(weight: Weight) -> type | None:
+    """The form in which a checkpoint holds a weight; None: a plain array."""
+    published = weight.published
+    return published.form if isinstance(published, Packed) else published
 
 
 def published_arrays(weight: Weight) -> Any:
     """The arrays in which a checkpoint holds a weight, each declared as a plain array: the weight
     itself, or the fields of its published form."""
-    if weight.published is None:
+    form, published = published_form(weight), weight.published
+    if form is None or published is None:
         return weight
-    shapes, specs = SHAPES[weight.published](weight.shape), SPECS[weight.published](weight.spec)
-    arrays = zip(shapes, specs, strict=True)
-    return weight.published(
-        *(Weight(shape, spec, "array", dtype=dtype) for (shape, dtype), spec in arrays)
-    )
+    if isinstance(published, Packed):
+        shapes: Any = packed_shapes(published, weight.shape)
+    else:
+        shapes = SHAPES[published](weight.shape)
+    arrays = zip(shapes, SPECS[form](weight.spec), strict=True)
+    return form(*(x and Weight(x[0], spec, "array", dtype=x[1]) for x, spec in arrays))
 
 
 def by_path(tree: Any) -> dict[str, Weight]:
@@ -131,7 +141,7 @@ def check_divides(layout: Any, shards: Shards) -> None:
     4 bits must be whole blocks."""
     parts = {EXPERT: shards.expert, TENSOR: shards.tensor}
     for path, weight in by_path(layout).items():
-        rows, columns = BLOCKS.get(weight.published, (1, 1))
+        rows, columns = BLOCKS.get(published_form(weight), (1, 1))
         blocks = (*[1] * (len(weight.shape) - 2), rows, columns)[-len(weight.shape) :]
         for size, axes, block in zip(weight.shape, weight.spec, blocks, strict=False):
             n = math.prod(parts[axis] for axis in jax.tree.leaves(axes))

@@ -79,6 +79,7 @@ from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Dropped, Same, Table, fp8_table
+from common.packing import Packing, read_packing
 from common.products import embed_rows, headwise, linear
 from common.quant import FP8_BLOCK, Fp8, Matrix, out_features
 from common.ranges import Above1, AtLeast1, AtMost, Count, Even, GroupsOf, Index, Positive, UpTo10K
@@ -132,6 +133,7 @@ class Config(NamedTuple):
     rms_norm_eps: Positive = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: Count = 4096
+    packing: Packing | None = None  # quantization_config: how others quantised the matrices
 
 
 class Mlp(NamedTuple):
@@ -548,7 +550,9 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     accepted = dict(scoring_func=scoring, hidden_act=SILU, attention_bias=False, mlp_bias=False)
     accepted |= dict(rope_interleave=True, moe_layer_freq=1)
     fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0)
-    fields |= dict(scoring_func=scoring, fp8=is_fp8(hf, PROJECTIONS))
+    packing = read_packing(hf, others=("fp8",))
+    fields |= dict(packing=packing, fp8=packing is None and is_fp8(hf, PROJECTIONS))
+    fields |= dict(scoring_func=scoring)
     if v2:
         accepted |= dict(norm_topk_prob=False, topk_method=("greedy", "group_limited_greedy"))
         fields |= dict(num_nextn_predict_layers=0)

@@ -81,6 +81,7 @@ from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Same, Table, fp8_table
+from common.packing import Packing, read_packing
 from common.products import embed_rows, headwise, linear
 from common.quant import FP8_BLOCK, Fp8, Matrix, out_features
 from common.ranges import Above1, AtLeast1, AtMost, Count, Even, Index, Positive, UpTo10K
@@ -130,6 +131,7 @@ class Config(NamedTuple):
     rms_norm_eps: Positive = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: Count = 4096
+    packing: Packing | None = None  # quantization_config: how others quantised the matrices
 
 
 class Mlp(NamedTuple):
@@ -530,11 +532,13 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     accepted = dict(scoring_func="sigmoid", topk_method="noaux_tc", n_group=1, topk_group=1)
     accepted |= dict(hidden_act=SILU, attention_bias=False, moe_layer_freq=1)
     fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0)
+    packing = read_packing(hf, others=("fp8",))
+    fields |= dict(packing=packing, fp8=packing is None and is_fp8(hf, PROJECTIONS))
     return read_config(
         Config,
         hf,
         model_types=("kimi_k2",),
-        fields_read=fields | dict(fp8=is_fp8(hf, PROJECTIONS)),
+        fields_read=fields,
         keys_read=("quantization_config",),
         accepted=accepted | dict(num_nextn_predict_layers=0),
         must_equal=dict(num_key_value_heads="num_attention_heads"),

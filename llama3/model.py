@@ -43,6 +43,7 @@ from common.cache import LayerCache, append, attend, capacity_of, copy_slots, em
 from common.config import SILU, all_heads, head_dim, read_config, read_rope
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.names import Order, Same, Table
+from common.packing import Packing, read_packing
 from common.products import embed_rows, linear
 from common.quant import Matrix, out_features
 from common.ranges import Above1, AtLeast1, Count, Divides, Even, Positive, UpTo10K
@@ -75,6 +76,7 @@ class Config(NamedTuple):
     rms_norm_eps: Positive = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: Count = 2048
+    packing: Packing | None = None  # quantization_config: how others quantised the matrices
 
 
 class Layer(NamedTuple):
@@ -295,11 +297,13 @@ def generate(
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
     """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
+    fields = read_rope(Config, hf, {"llama3": RopeScaling}, theta=10000.0)
     return read_config(
         Config,
         hf,
         model_types=("llama",),
-        fields_read=read_rope(Config, hf, {"llama3": RopeScaling}, theta=10000.0),
+        fields_read=fields | dict(packing=read_packing(hf)),
+        keys_read=("quantization_config",),
         if_missing=dict(num_key_value_heads=all_heads, head_dim=head_dim),
         accepted=dict(  # Other values are refused. They would mean:
             hidden_act=SILU,  # another activation in the MLP

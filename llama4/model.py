@@ -56,6 +56,7 @@ from common.experts import group_by_expert, num_experts
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Axes, Order, Same, Table
+from common.packing import Packing, read_packing
 from common.products import embed_rows, linear
 from common.quant import Matrix, out_features
 from common.ranges import Above1, AtLeast1, AtMost, Count, Divides, Even, Index, Positive, UpTo10K
@@ -112,6 +113,7 @@ class Config(NamedTuple):
     rms_norm_eps: Positive = 1e-5
     tie_word_embeddings: bool = False
     max_position_embeddings: Count = 131072
+    packing: Packing | None = None  # quantization_config: how others quantised the matrices
 
 
 class Mlp(NamedTuple):
@@ -433,8 +435,8 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
         text,
         model_types=("llama4_text", "llama4"),
         fields_read=read_rope(Config, text, {"llama3": RopeScaling}, theta=500000.0)
-        | dict(multimodal=multimodal),
-        keys_read=("layer_types",),
+        | dict(multimodal=multimodal, packing=read_packing(hf)),
+        keys_read=("layer_types", "quantization_config"),
         if_null=dict(num_key_value_heads=all_heads, head_dim=head_dim) | nothing,
         accepted=accepted,
         ignored=("cache_implementation", "for_llm_compressor", "router_jitter_noise"),
@@ -565,6 +567,11 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         "model.norm.weight": "norm",
         "lm_head.weight": Same("embed") if config.tie_word_embeddings else "head",
     }
+    if config.packing is not None:  # each expert has its own tensors; the loader joins gate and up
+        at, fused = "model.layers.*.feed_forward.experts.", Order(axis=0, size=1, blocks=rows)
+        del table[f"{at}gate_up_proj"], table[f"{at}down_proj"]
+        table[f"{at}*.gate_up_proj.weight"] = "layers.*.mlp.experts.w_gate_up", fused
+        table[f"{at}*.down_proj.weight"] = "layers.*.mlp.experts.w_down"
     if not config.multimodal:
         return table
     table = {f"language_model.{name}": target for name, target in table.items()}

@@ -55,6 +55,7 @@ from common.experts import group_by_expert, num_experts
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Order, Same, Table, fp8_table
+from common.packing import Packing, read_packing
 from common.products import embed_rows, linear
 from common.quant import FP8_BLOCK, Fp8, Matrix, out_features
 from common.ranges import Above1, AtLeast1, AtMost, Count, Divides, Even, Index, Positive, UpTo10K
@@ -97,6 +98,7 @@ class Config(NamedTuple):
     rms_norm_eps: Positive = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: Count = 32768
+    packing: Packing | None = None  # quantization_config: how others quantised the matrices
 
 
 class Mlp(NamedTuple):
@@ -405,7 +407,9 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     kind = hf.get("model_type")
     dense, qwen2 = kind in ("qwen2", "qwen3"), kind == "qwen2"
     fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0)
-    fields |= dict(qwen2=qwen2, fp8=is_fp8(hf, PROJECTIONS)) | (DENSE if dense else {})
+    packing = read_packing(hf, others=("fp8",))
+    fields |= dict(packing=packing, fp8=packing is None and is_fp8(hf, PROJECTIONS))
+    fields |= dict(qwen2=qwen2) | (DENSE if dense else {})
     heads, layers = dict(num_key_value_heads=all_heads), dict(mlp_only_layers=lambda c: ())
     # Refused: another activation, a shared expert, sliding windows; in Qwen3 biases and no norms.
     # (use_sliding_window may be true in a dense model in which no layer has a window.)

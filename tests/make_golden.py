@@ -1,12 +1,14 @@
 """Writes tiny random Hugging Face models, and the results of transformers with them, to
 tests/fixtures/<family>/<variant>.
 
-    python tests/make_golden.py [family ...]
+    python tests/make_golden.py [family[/variant] ...]
 
-Needs torch, transformers and accelerate; the tests do not need them. tests/variants defines the
-models. Each one becomes a directory as save_pretrained writes it; some are then rewritten to the
-spelling of the published repositories. The directory also has golden.npz. For each prompt of n
-tokens it holds:
+Needs torch, transformers and accelerate; the tests do not need them. For quantised files it also
+needs compressed-tensors, and without their dependencies autoawq and auto-gptq: see packers.py.
+
+tests/variants defines the models. Each one becomes a directory as save_pretrained writes it; some
+are then rewritten to the spelling of the published repositories. The directory also has golden.npz.
+For each prompt of n tokens it holds:
 
     tokens_n [n], logits_n [n, V] in float32 from eager attention, and greedy_n [NEW], the greedy
     continuation.
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from packers import pack, write_packed
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 from variants import Variant
@@ -229,6 +232,8 @@ def write(directory: Path, variant: Variant) -> None:
     if variant.mtp:
         add_mtp(directory, model, variant.seed)
     fp8 = quantize_fp8(directory, variant.fp8_scales) if variant.fp8_scales else None
+    packing = variant.packing
+    packed = None if packing is None else pack(directory, packing.config, packing.packs)
     if variant.mxfp4:
         store_in_mxfp4(directory, variant.seed)
 
@@ -260,6 +265,8 @@ def write(directory: Path, variant: Variant) -> None:
             golden[f"drafts_{n}"] = drafted(model, mtp, tokens)
     if fp8 is not None:
         write_fp8(directory, fp8)
+    if packed is not None and packing is not None:
+        write_packed(directory, packed, packing.config)
     if variant.finish:
         variant.finish(directory)
     np.savez_compressed(directory / "golden.npz", **golden)
@@ -270,8 +277,10 @@ def write(directory: Path, variant: Variant) -> None:
 
 if __name__ == "__main__":
     there_are = sorted(f.stem for f in TESTS.glob("variants/[a-z]*.py"))
-    for family in sys.argv[1:] or there_are:
+    for argument in sys.argv[1:] or there_are:
+        family, _, chosen = argument.partition("/")
         if family not in there_are:
             raise SystemExit(f"tests/variants has no {family}.py, only {', '.join(there_are)}")
         for name, variant in importlib.import_module(f"variants.{family}").VARIANTS.items():
-            write(TESTS / "fixtures" / family / name, variant)
+            if chosen in ("", name):
+                write(TESTS / "fixtures" / family / name, variant)

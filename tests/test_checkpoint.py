@@ -29,7 +29,7 @@ from common.loading.matching import Source
 from common.loading.random_weights import random_weights
 from common.loading.stored import StoredTensor, open_tensors
 from common.names import Order, Same
-from common.quant import INT8, TRANSPOSED, Int8, Transposed
+from common.quant import INT8, TRANSPOSED, Rowwise, Transposed
 from common.sharding import MODEL, P, Shards, make_mesh, model_shards, round_up
 from common.weights import is_weight, matrix, norm
 
@@ -257,7 +257,7 @@ def test_int8_matrices_have_a_scale_per_channel_and_shard_of_the_input(tmp_path,
     save_file(tensors, tmp_path / "model.safetensors")
     shards = model_shards(mesh).model
     weights, want = load(tmp_path, mesh, BF16, storage=INT8), expected(tensors, shards)
-    leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, Int8))
+    leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, Rowwise))
     for got, x, spec in zip(leaves, jax.tree.leaves(want), jax.tree.leaves(specs()), strict=True):
         if x.ndim == 1:
             np.testing.assert_array_equal(got, x)

@@ -13,7 +13,7 @@ from golden import prompt_logits, stepwise_logits
 
 from common import speculate
 from common.loading import checkpoint
-from common.quant import INT8, Fp8, Int8
+from common.quant import INT8, Fp8, Rowwise
 from common.serving.load import Model
 from common.serving.load import load as load_model
 from common.serving.serve import serve
@@ -74,8 +74,8 @@ def test_a_cache_of_fp8_stays_near_float32():
 def test_int8_takes_what_is_published_in_fp8():
     fp8 = load("deepseek_r1", "fp8", "tensor=2", "bfloat16").weights.layers[1]
     int8 = load("deepseek_r1", "fp8", "tensor=2", "bfloat16", INT8).weights.layers[1]
-    assert isinstance(fp8.wkv, Fp8) and isinstance(fp8.wq_a, Fp8) and isinstance(int8.wkv, Int8)
-    assert isinstance(int8.wq_a, Int8) and isinstance(int8.mlp.experts.w_up, Int8)
+    assert isinstance(fp8.wkv, Fp8) and isinstance(fp8.wq_a, Fp8) and isinstance(int8.wkv, Rowwise)
+    assert isinstance(int8.wq_a, Rowwise) and isinstance(int8.mlp.experts.w_up, Rowwise)
     assert int8.mlp.router.dtype == fp8.mlp.router.dtype == jnp.bfloat16
     assert int8.mlp.b_router.dtype == fp8.mlp.b_router.dtype == jnp.float32
 

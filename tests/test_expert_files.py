@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from common.loading.checkpoint import load_weights
 from common.loading.random_weights import random_weights
 from common.names import Axes
-from common.quant import INT8, Fp8, Int8, Mxfp4
+from common.quant import INT8, Fp8, Mxfp4, Rowwise
 from common.sharding import EXPERT, TENSOR, P, Shards, make_mesh, model_shards, round_up
 from common.weights import array, matrix, stack
 
@@ -134,11 +134,11 @@ def test_int8_takes_the_stacks_and_fp8_and_leaves_routers_and_4_bits(checkpoint,
     for got, wanted in zip(weights.layers, want.layers, strict=True):
         for name in ("each", "fused"):
             stack, dense = getattr(got, name), getattr(wanted, name)
-            assert type(stack) is Int8 and stack.scale.shape == (E, 1, dense.shape[1])
+            assert type(stack) is Rowwise and stack.scale.shape == (E, 1, dense.shape[1])
             step = np.asarray(stack.scale)[:, 0, :, None]
             assert_close(np.asarray(stack.values) * step, dense, atol=0.51 * step.max())
         assert got.router.dtype == jnp.float32
-        assert (type(got.packed), type(got.square)) == (Mxfp4, Int8)
+        assert (type(got.packed), type(got.square)) == (Mxfp4, Rowwise)
 
 
 @pytest.mark.one_in(4)

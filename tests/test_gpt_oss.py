@@ -12,18 +12,18 @@ from engine import hf_config, load
 from common.loading.checkpoint import stored_layout
 from common.machines.chips import devices_of
 from common.machines.dryrun import dry_run
-from common.quant import INT8, Int8, Mxfp4
+from common.quant import INT8, Mxfp4, Rowwise
 from common.sharding import Shards, make_mesh
 from common.weights import by_path, check_divides
 from gpt_oss import model
 from gpt_oss.shapes import SHAPES
 
 
-@pytest.mark.parametrize("variant, kept", [("plain", Int8), ("mxfp4", Mxfp4)])
+@pytest.mark.parametrize("variant, kept", [("plain", Rowwise), ("mxfp4", Mxfp4)])
 def test_int8_leaves_4_bit_experts_biases_and_routers_as_they_are(variant, kept):
     layer = load("gpt_oss", variant, storage=INT8).weights.layers[0]
     experts = layer.mlp.experts
-    assert type(layer.wq) is Int8
+    assert type(layer.wq) is Rowwise
     assert type(experts.w_gate_up) is type(experts.w_down) is kept
     plain = (layer.mlp.router, experts.b_gate_up, experts.b_down)
     assert {x.dtype for x in plain} == {jnp.dtype("float32")}

@@ -31,7 +31,7 @@ from common.kernels.decode_attention_gpu import decode_attention_gpu, kernel_siz
 from common.kernels.hopper import plgpu
 from common.kernels.ragged_dot_gpu import list_tiles, ragged_dot_gpu, rows_of_tile
 from common.machines.chips import devices_of
-from common.quant import Fp8, Int8, Mxfp4, dequantize_fp8, dequantize_mxfp4
+from common.quant import Fp8, Mxfp4, Rowwise, dequantize_fp8, dequantize_mxfp4
 
 SCALES = ("k_scale_BKS", "v_scale_BKS")
 ARRAYS = ("q_BTNH", "k_BKSH", "v_BKSH", *SCALES)
@@ -278,8 +278,8 @@ class Groups(NamedTuple):
 
 def weights(form, E, n_out, n_in, shape=jax.ShapeDtypeStruct):
     """Returns the shapes of E matrices [O, I]."""
-    if form is Int8:
-        return Int8(shape((E, n_out, n_in), INT8), shape((E, n_out), jnp.float32))
+    if form is Rowwise:
+        return Rowwise(shape((E, n_out, n_in), INT8), shape((E, n_out), jnp.float32))
     if form is Fp8:
         blocks = (E, -(-n_out // 128), -(-n_in // 128))
         return Fp8(shape((E, n_out, n_in), FP8), shape(blocks, jnp.float32))
@@ -296,8 +296,8 @@ def multiply(interpret=False):
 GROUPS = [
     Groups((1,), 0, 128, 64),
     Groups((3, 0, 5, 1), 2, 144, 80),  # blocks of columns and of rows: one, and part of another
-    Groups((0, 20, 13, 0, 1), 5, 272, 128, Int8),
-    Groups((2, 0, 40), 0, 144, 96, Int8),
+    Groups((0, 20, 13, 0, 1), 5, 272, 128, Rowwise),
+    Groups((2, 0, 40), 0, 144, 96, Rowwise),
     Groups((0, 3, 9), 0, 272, 160, Fp8),
     Groups((17, 0, 1), 3, 128, 200, Fp8),
     Groups((0, 3, 9), 2, 416, 80, Mxfp4),  # part of a block of columns; some rows twice
@@ -328,7 +328,7 @@ def test_ragged_dot_multiplies_each_row_by_its_experts_matrix(case, capfd, monke
         return jnp.asarray(values, dtype)
 
     w = weights(form, E, n_out, n_in, draw)
-    wide = w.values * w.scale[..., None] if form is Int8 else w
+    wide = w.values * w.scale[..., None] if form is Rowwise else w
     wide = np.float64({Fp8: dequantize_fp8, Mxfp4: dequantize_mxfp4}.get(form, lambda w: wide)(w))
     arrays = dict(
         x_MI=jnp.asarray(x, BF16),
@@ -396,7 +396,7 @@ REAL_GROUPS = {
     f"M{M}-in{n_in}-out{n_out}-E{E}-{form.__name__}": (M, n_in, n_out, E, form)
     for M, n_in, n_out, E, form in (
         (8, 2048, 768, 128, BF16),
-        (64, 768, 2048, 128, Int8),
+        (64, 768, 2048, 128, Rowwise),
         (8, 7168, 2048, 32, Fp8),
         (2048, 2880, 2880, 32, BF16),
         (1024, 2048, 7168, 8, Fp8),
@@ -557,7 +557,9 @@ def test_what_the_kernel_can_do_is_not_refused(case):
 
 REFUSED_GROUPS = {
     "rows of bfloat16, not float32": dict(x_MI=jax.ShapeDtypeStruct((8, 64), jnp.float32)),
-    "weights in bfloat16, Int8, Fp8 and Mxfp4": dict(w_EOI=jax.ShapeDtypeStruct((4, 96, 64), FP8)),
+    "weights in bfloat16, Rowwise, Fp8 and Mxfp4": dict(
+        w_EOI=jax.ShapeDtypeStruct((4, 96, 64), FP8)
+    ),
     "a multiple of 16 columns, not 72": dict(x_MI=jax.ShapeDtypeStruct((8, 72), BF16)),
     "of 64 rows or more, not 48": dict(w_EOI=weights(Mxfp4, 4, 48, 64)),
     "a multiple of 8 rows, not 92": dict(w_EOI=jax.ShapeDtypeStruct((4, 92, 64), BF16)),

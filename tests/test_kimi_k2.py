@@ -40,13 +40,6 @@ def test_a_setting_that_is_not_implemented_is_refused_by_name(name, value):
         model.config_from_hf(hf_config("kimi_k2", "fp8") | {name: value})
 
 
-def test_four_bit_files_of_k2_thinking_are_refused_by_name():
-    hf = hf_config("kimi_k2", "fp8")
-    hf["quantization_config"] = dict(quant_method="compressed-tensors", format="pack-quantized")
-    with pytest.raises(ValueError, match="quant_method='compressed-tensors' is not implemented"):
-        model.config_from_hf(hf)
-
-
 # ---- the tokenizer
 
 

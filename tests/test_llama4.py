@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from common.loading import files
 from common.loading.checkpoint import load_weights
 from common.loading.stored import open_tensors
-from common.quant import INT8, Int8
+from common.quant import INT8, Rowwise
 from common.sharding import Shards, make_mesh
 from common.text.tokenizer import encode, encode_chat, load_tokenizer, render_chat
 from common.weights import by_path, check_divides
@@ -75,8 +75,8 @@ def test_the_temperature_is_that_of_the_absolute_position():
 
 def test_int8_takes_experts_and_leaves_the_router():
     layer = load("llama4", "maverick", "tensor=2", "bfloat16", INT8).weights.layers[1]
-    assert isinstance(layer.mlp.experts.w_gate_up, Int8)
-    assert isinstance(layer.mlp.shared.w_down, Int8) and isinstance(layer.wq, Int8)
+    assert isinstance(layer.mlp.experts.w_gate_up, Rowwise)
+    assert isinstance(layer.mlp.shared.w_down, Rowwise) and isinstance(layer.wq, Rowwise)
     assert layer.mlp.router.dtype == jnp.bfloat16
 
 

@@ -18,8 +18,8 @@ from common.quant import (
     TRANSPOSED,
     Fp8,
     Grouped,
-    Int8,
     Mxfp4,
+    Rowwise,
     Transposed,
     dequantize_fp8,
     int4,
@@ -336,9 +336,9 @@ def test_the_specs_of_a_stored_matrix_follow_its_layout():
     out, into = P("tensor", None), P(None, "tensor")
     layout = {x: matrix((OUT, IN), spec) for x, spec in dict(a=out, c=out, d=into, e=into).items()}
     assert specs_like(weights, layout | dict(b=norm(3))) == dict(
-        a=Int8(out, into), b=P(), c=Transposed(into), d=into, e=Grouped(out, out)
+        a=Rowwise(out, into), b=P(), c=Transposed(into), d=into, e=Grouped(out, out, out)
     )
-    assert INT8.specs(into) == Int8(into, out)
+    assert INT8.specs(into) == Rowwise(into, out)
     assert TRANSPOSED.specs(into) == Transposed(out)
     assert [out_features(weights[x]) for x in "acde"] == [OUT] * 4
 

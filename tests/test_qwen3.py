@@ -8,7 +8,7 @@ from compare import assert_close
 from engine import hf_config, load
 
 from common.machines.mesh_choice import best_mesh
-from common.quant import INT8, Fp8, Int8, dequantize_fp8
+from common.quant import INT8, Fp8, Rowwise, dequantize_fp8
 from common.sharding import Shards
 from common.weights import check_divides
 from qwen3 import model
@@ -20,13 +20,13 @@ def projections(weights):
 
 def test_int8_takes_experts_and_projections_from_bf16_and_from_fp8_and_leaves_routers():
     moe = load("qwen3", "moe", "expert=2,tensor=2", storage=INT8).weights.layers[0]
-    assert isinstance(moe.wq, Int8) and all(isinstance(w, Int8) for w in moe.mlp.experts)
+    assert isinstance(moe.wq, Rowwise) and all(isinstance(w, Rowwise) for w in moe.mlp.experts)
     assert moe.mlp.router.dtype == jnp.float32
     fp8 = load("qwen3", "moe_fp8", "expert=2", "bfloat16", INT8).weights
-    assert isinstance(fp8.embed, Int8)
+    assert isinstance(fp8.embed, Rowwise)
     kept = load("qwen3", "moe_fp8", "expert=2", "bfloat16").weights
     for requantised, w in zip(projections(fp8), projections(kept), strict=True):
-        assert isinstance(requantised, Int8) and isinstance(w, Fp8)
+        assert isinstance(requantised, Rowwise) and isinstance(w, Fp8)
         assert w.values.dtype == jnp.float8_e4m3fn
         exact = np.asarray(dequantize_fp8(w))
         scale = np.asarray(requantised.scale).swapaxes(-1, -2)  # one for each shard of the input
@@ -143,7 +143,7 @@ def test_another_rope_setting_is_refused_by_name(name):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(quant_method="awq"), "quantization_config.quant_method='awq' is not implemented"),
+        (dict(quant_method="aqlm"), "quantization_config.quant_method='aqlm' is not implemented"),
         (
             dict(weight_block_size=None),
             "weight_block_size=None is not implemented",

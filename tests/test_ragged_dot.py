@@ -19,7 +19,7 @@ from common.kernels.ragged_dot import ragged_dot, row_major
 from common.kernels.ragged_dot_tpu import Pairs, list_pairs, ragged_dot_tpu
 from common.machines.chips import devices_of
 from common.machines.hlo import CONTROL, VIEWS, arrays, executed, parse
-from common.quant import Fp8, Grouped, Int8, Mxfp4
+from common.quant import Fp8, Grouped, Mxfp4, Rowwise
 from common.sharding import make_mesh
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -38,7 +38,7 @@ def matrices(w):
     become neighbours."""
     arrays = [np.asarray(a) for a in jax.tree.leaves(w)]
     values, scale = arrays[0], arrays[-1].astype(np.float64)
-    if isinstance(w, Int8):
+    if isinstance(w, Rowwise):
         return values * scale[..., None]
     if isinstance(w, Grouped):
         group = values.shape[1] // scale.shape[1]
@@ -115,9 +115,9 @@ def random_matrices(form, rng, E, n_out, n_in, group=32):
         groups = (E, n_in // group, n_out)
         scale = rng.uniform(0.05, 0.3, groups) * rng.choice([-1, 1], groups)
         return Grouped(values, jnp.asarray(scale, BF16))
-    if form is Int8:
+    if form is Rowwise:
         values = rng.integers(-127, 128, (E, n_out, n_in)).astype(np.int8)
-        return Int8(values, rng.uniform(0.005, 0.03, (E, n_out)).astype(np.float32))
+        return Rowwise(values, rng.uniform(0.005, 0.03, (E, n_out)).astype(np.float32))
     if form is Fp8:
         values = jnp.asarray(rng.standard_normal((E, n_out, n_in)), jnp.float8_e4m3fn)
         blocks = (E, -(-n_out // 128), -(-n_in // 128))
@@ -165,9 +165,9 @@ CASES = [
     Case(8, 4, 56, 40, rows="none", bias=True),
     Case(200, 4, 56, 40, rows="none"),
     Case(200, 4, 56, 40, rows="one expert's"),
-    Case(1, 8, 200, 72, form=Int8),
-    Case(64, 8, 136, 200, form=Int8, dtype=BF16, bias=True),
-    Case(200, 32, 160, 40, form=Int8),
+    Case(1, 8, 200, 72, form=Rowwise),
+    Case(64, 8, 136, 200, form=Rowwise, dtype=BF16, bias=True),
+    Case(200, 32, 160, 40, form=Rowwise),
     Case(3, 4, 144, 72, form=Fp8),
     Case(8, 8, 288, 176, form=Fp8, dtype=BF16, rows="all"),
     Case(200, 4, 352, 264, form=Fp8, bias=True),
@@ -200,7 +200,7 @@ def test_each_row_meets_the_matrix_of_its_expert_and_the_rest_are_zeros(case, im
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_the_result_has_the_dtype_that_is_asked_for(implementation):
-    case = Case(64, 8, 136, 200, form=Int8, dtype=BF16, bias=True)
+    case = Case(64, 8, 136, 200, form=Rowwise, dtype=BF16, bias=True)
     inputs, want = make(case)
     y = run(inputs, implementation, out_dtype=F32)
     assert y.dtype == F32
@@ -235,7 +235,7 @@ def test_every_number_of_a_small_float_is_itself(form, implementation):
 
 STRICT_CASES = [
     Case(3, 4, 136, 72, bias=True),
-    Case(200, 4, 40, 56, form=Int8, dtype=BF16, bias=True),
+    Case(200, 4, 40, 56, form=Rowwise, dtype=BF16, bias=True),
     Case(200, 4, 300, 136, form=Fp8),
     Case(3, 4, 136, 64, form=Mxfp4),
     Case(140, 4, 136, 40, form=BF16, rows="none"),
@@ -365,8 +365,8 @@ def watched(monkeypatch):
     [
         (Case(200, 8, 300, 72), 40),
         (Case(8, 32, 520, 40, dtype=BF16, form=BF16), 2),
-        (Case(30, 8, 520, 40, Int8), 10),
-        (Case(30, 8, 520, 40, Int8, rows="most experts'"), 10),
+        (Case(30, 8, 520, 40, Rowwise), 10),
+        (Case(30, 8, 520, 40, Rowwise, rows="most experts'"), 10),
         (Case(900, 4, 40, 24), 128),
     ],
     ids=str,
@@ -379,7 +379,7 @@ def test_the_blocked_implementation_reads_the_experts_that_have_rows_alone(case,
     jax.block_until_ready(run(inputs, "blocked"))
     jax.effects_barrier()
     read, products = watched
-    starts = range(0, case.n_out, 256 if case.form is Int8 else case.n_out)
+    starts = range(0, case.n_out, 256 if case.form is Rowwise else case.n_out)
     assert read == [(e, at) for e in range(case.E) if sizes[e] for at in starts]
     assert products == [R] * sum(len(starts) * -(-size // R) for size in sizes)
 
@@ -428,9 +428,9 @@ def shapes_of(form, E, n_out, n_in, sharding=None):
     """Returns the shapes of w's arrays. With a sharding, they also have the layout that the kernel
     reads."""
     sds = functools.partial(jax.ShapeDtypeStruct, sharding=sharding and row_major(sharding))
-    if form is Int8:
+    if form is Rowwise:
         scale = jax.ShapeDtypeStruct((E, n_out), F32, sharding=sharding)
-        return Int8(sds((E, n_out, n_in), jnp.int8), scale)
+        return Rowwise(sds((E, n_out, n_in), jnp.int8), scale)
     if form is Fp8:
         return Fp8(
             sds((E, n_out, n_in), jnp.float8_e4m3fn),
@@ -443,7 +443,7 @@ def shapes_of(form, E, n_out, n_in, sharding=None):
     return sds((E, n_out, n_in), form)
 
 
-@pytest.mark.parametrize("form", [F32, BF16, Int8, Fp8, Mxfp4, Grouped])
+@pytest.mark.parametrize("form", [F32, BF16, Rowwise, Fp8, Mxfp4, Grouped])
 def test_the_compiled_blocked_implementation_copies_one_matrix_at_most(form):
     """A float32 matrix is copied as it is. Others are copied in float32: a block of the matrix, or
     with jax 0.10 all of a bfloat16 one."""
@@ -469,7 +469,7 @@ def shape(dims, dtype, sharding=None):
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("form", [F32, Int8, Fp8, Mxfp4, Grouped])
+@pytest.mark.parametrize("form", [F32, Rowwise, Fp8, Mxfp4, Grouped])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_experts_and_columns_split_over_eight_devices_give_the_same(implementation, form):
     """Each device rotates the rows until those of its experts come first, and gives zeros for the
@@ -491,7 +491,7 @@ def test_experts_and_columns_split_over_eight_devices_give_the_same(implementati
         out_specs=P(None, "tensor"),
         check_vma=implementation in ("reference", "blocked"),
     )
-    if form is Int8:
+    if form is Rowwise:
         w = jax.tree.map(jnp.asarray, w)
     starts = np.concatenate([[0], np.cumsum(sizes)])[:-1:2].astype(np.int32)
     assert_close(jax.jit(product)(x, w, sizes, bias, starts), want, rtol=F32_RTOL)
@@ -523,7 +523,7 @@ def test_gradients_of_the_reference_match_differences_of_the_formula(name):
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 WIDTHS = {  # E, n_out, n_in
     "qwen3-30b up": (BF16, 128, 768, 2048),
-    "qwen3-30b down": (Int8, 128, 2048, 768),
+    "qwen3-30b down": (Rowwise, 128, 2048, 768),
     "gpt-oss-20b gate and up": (Mxfp4, 32, 5760, 2880),
     "gpt-oss-20b down": (Mxfp4, 32, 2880, 2880),
     "gpt-oss-20b down, bf16": (BF16, 32, 2880, 2880),
@@ -605,7 +605,7 @@ def refusal(*args, **options):
 SIZES_4 = jax.ShapeDtypeStruct((4,), jnp.int32)
 
 
-@pytest.mark.parametrize("form", [F32, Int8, Fp8, Mxfp4, Grouped])
+@pytest.mark.parametrize("form", [F32, Rowwise, Fp8, Mxfp4, Grouped])
 def test_weights_that_do_not_fit_the_rows_or_the_groups_are_refused(form):
     x, w = shape((8, 96), F32), shapes_of(form, 4, 136, 96)
     for arguments in (
@@ -628,7 +628,7 @@ def test_rows_of_4_bit_weights_that_are_no_whole_groups_are_refused():
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu", "auto"])
-@pytest.mark.parametrize("form", [F32, Int8])
+@pytest.mark.parametrize("form", [F32, Rowwise])
 def test_arrays_of_numpy_are_taken_as_those_of_jax(implementation, form):
     given = make(next(case for case in CASES if case.form is form))[0][:3]
     want = ragged_dot(*given, implementation=implementation)
@@ -638,7 +638,7 @@ def test_arrays_of_numpy_are_taken_as_those_of_jax(implementation, form):
 
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
 def test_a_scale_that_is_nan_gives_nan(implementation):
-    w = Int8(np.ones((3, 5, 8), np.int8), np.full((3, 5), np.nan, np.float32))
+    w = Rowwise(np.ones((3, 5, 8), np.int8), np.full((3, 5), np.nan, np.float32))
     rows, sizes = np.ones((6, 8), np.float32), np.array([2, 0, 3], np.int32)
     y = np.asarray(ragged_dot(rows, w, sizes, implementation=implementation))
     assert np.isnan(y[:5]).all() and not y[5:].any()

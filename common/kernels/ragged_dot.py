@@ -30,14 +30,15 @@ from common.quant import (
     MXFP4_GROUP,
     Fp8,
     Grouped,
-    Int8,
     Matrix,
     Mxfp4,
+    Rowwise,
     dequantize_fp8,
     dequantize_groups,
     dequantize_mxfp4,
     is_stored,
     out_features,
+    zero_sums,
 )
 
 Array = jax.Array
@@ -59,8 +60,8 @@ def ragged_dot(
 
     Args:
       x_MI: rows sorted by expert, f32 or bf16.
-      w_EOI: one matrix [O, I] per expert: an f32 or bf16 array, or Int8(values [E, O, I], scale [E,
-        O] or [E, 1, O]), Fp8, Mxfp4 or Grouped. All but arrays are upcast part by part, in
+      w_EOI: one matrix [O, I] per expert: an f32 or bf16 array, or Rowwise(values [E, O, I], scale
+        [E, O] or [E, 1, O]), Fp8, Mxfp4 or Grouped. All but arrays are upcast part by part, in
         on-chip memory: no wide copy is made.
       group_sizes_E: int32, how many rows each expert has. It may be 0; the sum may be less than M.
       bias_EO: added to each expert's rows of the result.
@@ -68,7 +69,7 @@ def ragged_dot(
       implementation: an `Impl`. "auto" is the platform's kernel if that takes these arrays, else
         "blocked". "reference" alone has a gradient. "blocked" is plain jnp that does little more
         than the work of the groups. "tpu" takes all rows that fit in on-chip memory. "gpu" takes
-        bf16 rows and weights in bf16, Int8, Fp8 or Mxfp4, and needs Hopper. Other platforms
+        bf16 rows and weights in bf16, Rowwise, Fp8 or Mxfp4, and needs Hopper. Other platforms
         interpret these two, for tests.
 
     On TPU, XLA chooses the layout of an array whose last dimension is not a multiple of 128. It
@@ -76,7 +77,7 @@ def ragged_dot(
 
     Returns [M, O].
     """
-    if isinstance(w_EOI, Int8) and w_EOI.scale.shape[1:-1] == (1,):  # a part of a sharded stack
+    if isinstance(w_EOI, Rowwise) and w_EOI.scale.shape[1:-1] == (1,):  # a part of a sharded stack
         w_EOI = w_EOI._replace(scale=w_EOI.scale[:, 0])
     _check(x_MI, w_EOI, group_sizes_E, bias_EO)
     dtype = out_dtype or x_MI.dtype
@@ -87,10 +88,11 @@ def ragged_dot(
         from common.kernels import ragged_dot_gpu as gpu
         from common.kernels import ragged_dot_tpu as tpu
 
-        on_tpu = partial(tpu.ragged_dot_tpu, out_dtype=dtype)
+        on_tpu = partial(_without_zero, tpu.ragged_dot_tpu, out_dtype=dtype)
         on_gpu = partial(gpu.ragged_dot_gpu, out_dtype=dtype)
+        same = w_EOI._replace(zero=None) if isinstance(w_EOI, Grouped) else w_EOI
         return dict(
-            tpu=Kernel("tpu", on_tpu, tpu.unsupported(x_MI, w_EOI)),
+            tpu=Kernel("tpu", on_tpu, tpu.unsupported(x_MI, same)),
             gpu=Kernel("cuda", on_gpu, gpu.unsupported(x_MI, w_EOI)),
         )
 
@@ -98,6 +100,28 @@ def ragged_dot(
     operands = jax.tree.map(jnp.asarray, (x_MI, w_EOI, group_sizes_E, bias_EO))  # from NumPy, too
     y_MO: Array = multiply(*operands)
     return y_MO
+
+
+def _without_zero(
+    kernel: Any,
+    x_MI: Array,
+    w_EOI: Matrix,
+    group_sizes_E: Array,
+    bias_EO: Array | None,
+    *,
+    out_dtype: Any,
+    **options: Any,
+) -> Array:
+    """Runs a kernel that knows no zero points. What they subtract is a small product more."""
+    kernel = partial(kernel, **options)
+    if not isinstance(w_EOI, Grouped) or w_EOI.zero is None:
+        y_MO: Array = kernel(x_MI, w_EOI, group_sizes_E, bias_EO, out_dtype=out_dtype)
+        return y_MO
+    sums_MG, zero_EGO = zero_sums(x_MI, w_EOI.scale, w_EOI.zero)
+    small = partial(kernel, group_sizes_E=group_sizes_E, out_dtype=jnp.float32)
+    y_MO = small(x_MI, w_EOI._replace(zero=None), bias_EO=bias_EO)
+    less_MO: Array = small(sums_MG, zero_EGO.swapaxes(1, 2), bias_EO=None)
+    return (y_MO - less_MO).astype(out_dtype)
 
 
 def row_major(sharding: Sharding, axes: int = 3) -> Format:
@@ -116,14 +140,15 @@ def _check(x_MI: Array, w_EOI: Matrix, group_sizes_E: Array, bias_EO: Array | No
     if isinstance(w_EOI, Mxfp4) and n_in % MXFP4_GROUP:
         raise ValueError(f"4-bit weights need x of a multiple of {MXFP4_GROUP} columns, not {n_in}")
     want: list[tuple[int, ...]] = [(E, n_out, n_in)]
-    if isinstance(w_EOI, Int8):
+    if isinstance(w_EOI, Rowwise):
         want += [(E, n_out)]
     elif isinstance(w_EOI, Fp8):
         want += [(E, -(-n_out // FP8_BLOCK), -(-n_in // FP8_BLOCK))]
     elif isinstance(w_EOI, Mxfp4):
         want = [(E, n_out, n_in // 2), (E, n_out, n_in // MXFP4_GROUP)]
     elif isinstance(w_EOI, Grouped):
-        want = [(E, n_in, n_out), (E, w_EOI.scale.shape[1], n_out)]
+        scale = (E, w_EOI.scale.shape[1], n_out)
+        want = [(E, n_in, n_out), scale, *[scale] * (w_EOI.zero is not None)]
     got = [a.shape for a in jax.tree.leaves(w_EOI)]
     if got != want:
         raise ValueError(f"{M} rows of {n_in} and {E} groups need weights of {want}, not {got}")
@@ -140,7 +165,7 @@ def _check(x_MI: Array, w_EOI: Matrix, group_sizes_E: Array, bias_EO: Array | No
 
 def _dense(w: Any) -> Array:
     """Converts one expert's matrix [O, I], or some rows of it, to float32."""
-    if isinstance(w, Int8):
+    if isinstance(w, Rowwise):
         values: Array = w.values.astype(jnp.float32) * w.scale[:, None]
         return values
     if isinstance(w, Fp8):
@@ -200,7 +225,7 @@ def _part(w_EOI: Matrix, e: Array, at: Array | int, n: int, dtype: Any) -> tuple
         columns = jax.tree.map(lambda a: cut(a, at, n, axis=1), w_EOI)
         return dequantize_groups(columns).T, 1.0
     part: Any = jax.tree.map(lambda a: cut(a, at, n), w_EOI)
-    if isinstance(w_EOI, Int8):
+    if isinstance(w_EOI, Rowwise):
         return part.values.astype(dtype), part.scale
     if isinstance(w_EOI, Mxfp4):
         return dequantize_mxfp4(part).astype(dtype), 1.0

@@ -46,7 +46,7 @@ from common.kernels.hopper import (
     unsupported_here,
     upcast,
 )
-from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Int8, Matrix, Mxfp4, e2m1, e8m0
+from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Matrix, Mxfp4, Rowwise, e2m1, e8m0
 
 Array = jax.Array
 
@@ -106,8 +106,8 @@ def unsupported(x_MI: Any, w_EOI: Any) -> str | None:
     n_in, n_out = x_MI.shape[1], getattr(w_EOI, "values", w_EOI).shape[1]
     if x_MI.dtype != WIDE:
         return f"the GPU kernel of ragged_dot takes rows of bfloat16, not {x_MI.dtype}"
-    if not isinstance(w_EOI, Int8 | Fp8 | Mxfp4) and getattr(w_EOI, "dtype", None) != WIDE:
-        return "the GPU kernel of ragged_dot takes only weights in bfloat16, Int8, Fp8 and Mxfp4"
+    if not isinstance(w_EOI, Rowwise | Fp8 | Mxfp4) and getattr(w_EOI, "dtype", None) != WIDE:
+        return "the GPU kernel of ragged_dot takes only weights in bfloat16, Rowwise, Fp8 and Mxfp4"
     if isinstance(w_EOI, Mxfp4) and n_out < ROWS:
         return (
             f"the GPU kernel of ragged_dot takes Mxfp4 matrices of {ROWS} rows or more, not {n_out}"
@@ -224,7 +224,7 @@ def ragged_dot_gpu(
     out_dtype: Any,
     interpret: Any = False,
 ) -> Array:
-    """Computes `ragged_dot` on a Hopper GPU, for x in bf16 and w in bf16, Int8, Fp8 or Mxfp4.
+    """Computes `ragged_dot` on a Hopper GPU, for x in bf16 and w in bf16, Rowwise, Fp8 or Mxfp4.
     `interpret` says whether to run on the CPU. Raises ValueError with the reason from
     `unsupported`."""
     if reason := unsupported(x_MI, w_EOI):
@@ -256,7 +256,7 @@ def ragged_dot_gpu(
         last = n_out // ROWS * ROWS
         y_MO = jnp.concatenate([y_MO[:, :last], y_MO[:, written - n_out % ROWS :]], axis=1)
     own_M = jnp.minimum(tiles.expert_M, E - 1)
-    if isinstance(w_EOI, Int8):
+    if isinstance(w_EOI, Rowwise):
         y_MO = y_MO * w_EOI.scale[own_M]
     if bias_EO is not None:
         y_MO = y_MO + bias_EO[own_M]

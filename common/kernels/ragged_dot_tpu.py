@@ -44,9 +44,9 @@ from common.quant import (
     MXFP4_GROUP,
     Fp8,
     Grouped,
-    Int8,
     Matrix,
     Mxfp4,
+    Rowwise,
     bits_of,
     e2m1,
     e8m0,
@@ -178,12 +178,12 @@ def unsupported(x_MI: Array, w_EOI: Matrix) -> str | None:
 
 
 class Operands(NamedTuple):
-    """The blocks that a step sees. P is 2 for packed weights, else 1. Int8's scales and the biases
-    come for eight experts at a time: these share a tile of memory."""
+    """The blocks that a step sees. P is 2 for packed weights, else 1. Scales of Rowwise, and
+    biases, come for eight experts at a time: these share a tile of memory."""
 
     x: Any  # [P, rows, I / P]; rows of zeros fill up 8, if the scales of Grouped multiply sums
     w: Any  # [1, columns, I], packed or not; Grouped: [1, I, columns]
-    # Int8: [8 experts, columns]; Fp8: [1, blocks, blocks]; Mxfp4: like w; Grouped: [1, groups,
+    # Rowwise: [8 experts, columns]; Fp8: [1, blocks, blocks]; Mxfp4: like w; Grouped: [1, groups,
     # columns]; or None
     w_scale: Any
     bias: Any  # [8 experts, columns], or None
@@ -222,7 +222,7 @@ def _kernel(*refs: Any, form: type, repeats: int) -> None:
         if len(x) > 1:
             product = product + _multiply(x[1], matrix[1])
         mine = pl.ds(pairs.expert[s] % SUBLANES, 1)
-        if form is Int8:
+        if form is Rowwise:
             product = product * w_scale[mine]
         if bias is not None:
             product = product + bias[mine]
@@ -279,7 +279,7 @@ def _widened(w: Array, scale: Array, dtype: Any) -> Array:
 
 
 def _upcast(form: type, w: Any, w_scale: Any, wide: Any, n: Array) -> None:
-    """Upcasts w into `wide`, a few rows at a time. Int8's scales multiply the result, later."""
+    """Upcasts w into `wide`, a few rows at a time. Rowwise's scales multiply the result, later."""
     if form is Grouped:
         for at, some_scales in _steps(w.at[0], w_scale.at[0]):
             wide[0, at] = _widened(w[0, at], some_scales, wide.dtype)
@@ -351,7 +351,7 @@ def _specs(form: type, given: Operands, sizes: TileSizes, repeats: int) -> Opera
     (planes, M, depth), (E, n_in, width) = given.x.shape, given.w.shape
     vectors = pl.BlockSpec((min(E, SUBLANES), sizes.columns), eight)
     scale = None
-    if form is Int8:
+    if form is Rowwise:
         scale = vectors
     elif form is Fp8:
         scale = pl.BlockSpec((1, *given.w_scale.shape[1:]), whole, memory_space=pltpu.SMEM)

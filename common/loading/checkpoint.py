@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -23,9 +24,21 @@ from common.kernels.ragged_dot import row_major
 from common.loading.files import first_lines
 from common.loading.finite import Limits, limits_of
 from common.loading.matching import Source, assign, repeats
+from common.loading.packed import declare, unpacked
 from common.loading.reading import Part, read_tensor
-from common.loading.stored import open_tensors
-from common.quant import SPECS, Fp8, Matrix, Storage, Transposed, dequantize_fp8, is_stored
+from common.loading.stored import FLOATS, open_tensors
+from common.quant import (
+    SPECS,
+    Fp8,
+    Grouped,
+    Matrix,
+    Rowwise,
+    Storage,
+    Transposed,
+    dequantize_fp8,
+    dequantize_rows,
+    is_stored,
+)
 from common.sharding import model_shards
 from common.weights import Weight, by_path, is_weight, published_arrays, storage_for
 
@@ -93,12 +106,15 @@ def load_array(placement: Placement, dtype: np.dtype, advance: Callable[[int], N
 def convert(
     w: Matrix, spec: PartitionSpec, storage: Storage, dtype: np.dtype, mesh: Mesh
 ) -> Matrix:
-    """Converts a matrix (plain, Transposed or Fp8) to `storage`; each device converts its part."""
+    """Converts a matrix (plain, Transposed, Fp8 or Rowwise) to `storage`; each device converts its
+    part."""
 
     def run(w: Any) -> Matrix:
         if isinstance(w, Transposed):
             w = w.values.swapaxes(-1, -2)
-        return storage.convert(dequantize_fp8(w) if isinstance(w, Fp8) else w, dtype)
+        if isinstance(w, Fp8 | Rowwise):
+            w = dequantize_fp8(w) if isinstance(w, Fp8) else dequantize_rows(w)
+        return storage.convert(w, dtype)
 
     in_specs = SPECS[type(w)](spec) if is_stored(w) else spec
     run = jax.shard_map(run, mesh=mesh, in_specs=(in_specs,), out_specs=storage.specs(spec))
@@ -135,9 +151,10 @@ def load_weights(
     ValueError names unknown, missing and unfitting tensors, one a line, up to a number of lines; or
     the first tensor that holds NaN or infinity, unless `allow_nonfinite`.
     """
-    shards, tensors = model_shards(mesh), open_tensors(directory)
-    table, layout = model.checkpoint_table(config, shards), model.weight_layout(config, shards)
-    published = stored_layout(model.weight_layout(config))
+    shards, packing = model_shards(mesh), getattr(config, "packing", None)
+    layout, table = declare(model, config, shards)
+    tensors = unpacked(open_tensors(directory), table, packing)
+    published = stored_layout(declare(model, config)[0])
     sources, wrong = assign(tensors, table, by_path(published))
     if wrong or (wrong := repeats(tensors, table, sources)):
         raise ValueError(first_lines(wrong))
@@ -150,6 +167,7 @@ def load_weights(
         )
         for path, array in by_path(stored_layout(layout)).items()
     }
+    on_cpu = mesh.devices.flat[0].platform == "cpu"  # where int4 would take a byte anyway
     total = sum(stored_bytes(x, part) for x in placements.values() for part in local_parts(x))
     done = 0
 
@@ -163,18 +181,23 @@ def load_weights(
         chosen = storage_for(weight, storage)
 
         def array(path: str, declared: Weight) -> jax.Array:
-            own = np.dtype(dtype if declared.dtype is None else declared.dtype)
-            # Matrices are quantised from the stored numbers, not from those rounded to `dtype`.
-            return load_array(
-                placements[path], own if chosen is None else sources[path].dtype, advance
-            )
+            own, stored = np.dtype(declared.dtype or dtype), sources[path].dtype
+            if chosen is not None:
+                own = stored  # quantised from the stored numbers, not from those in `dtype`
+            elif path.endswith(".scale") and stored in FLOATS.values():
+                own = np.promote_types(own, stored)  # so no scale is rounded
+            elif own == jnp.int4:
+                own = np.dtype(np.int8)
+            return load_array(placements[path], own, advance)
 
         fields = published_arrays(weight)
         if is_weight(fields):
             loaded = array(path, fields)
         else:
             named = zip(fields._fields, fields, strict=True)
-            loaded = type(fields)(*(array(f"{path}.{name}", x) for name, x in named))
+            loaded = type(fields)(*(x and array(f"{path}.{name}", x) for name, x in named))
+        if isinstance(loaded, Grouped) and fields.values.dtype == jnp.int4 and not on_cpu:
+            loaded = loaded._replace(values=loaded.values.astype(jnp.int4))
         if chosen is not None:
             loaded = convert(loaded, weight.spec, chosen, np.dtype(dtype), mesh)
         return jax.block_until_ready(rows_together(loaded))

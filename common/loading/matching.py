@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.config import show
-from common.loading.reading import same_bytes, stored_shape
+from common.loading.reading import read_numbers, same_bytes, stored_shape
 from common.loading.stored import DTYPES, FLOATS, KEPT, StoredTensor, Tensors
-from common.names import Axes, Dropped, Same, Table, Target, Transform
+from common.names import Axes, Dropped, Holds, Same, Table, Target, Transform
 from common.weights import Weight
 
 
@@ -65,7 +65,7 @@ def assign(
         for target in targets:
             if isinstance(target, Dropped) and target.beside not in tensors:
                 target = ""
-            if target is None or isinstance(target, Same | Dropped):
+            if target is None or isinstance(target, Same | Dropped | Holds):
                 continue
             pattern, transform = (target, None) if isinstance(target, str) else target
             if transform is Axes.SPLIT:
@@ -73,6 +73,7 @@ def assign(
                 tensor = tensor._replace(shape=(*lead, a * b))
             path, expert = fill(pattern, numbers), [int(n) for n in numbers[pattern.count("*") :]]
             if path in arrays:
+                tensor = cropped(tensor, transform, arrays[path], bool(expert))
                 problems = misfits(tensor, transform, arrays[path], expert, found[path])
                 found[path].setdefault(expert[0] if expert else 0, tensor)
             else:
@@ -81,7 +82,7 @@ def assign(
     rows = rows_by_path(table)
     sources = {}
     for path, array in arrays.items():
-        pattern, numbers = starred(path)
+        pattern, numbers = (path, list[str]()) if path in rows else starred(path)
         if pattern not in rows:
             raise ValueError(f"the checkpoint table of the model file has no row for {pattern}")
         name, transform = rows[pattern]
@@ -102,9 +103,19 @@ def rows_by_path(table: Table) -> dict[str, tuple[str, Transform]]:
         for target in found if isinstance(found, list) else [found]:
             if isinstance(target, str):
                 rows[target] = name, None
-            elif isinstance(target, tuple) and not isinstance(target, Same | Dropped):
+            elif isinstance(target, tuple) and not isinstance(target, Same | Dropped | Holds):
                 rows[target[0]] = name, target[1]
     return rows
+
+
+def cropped(
+    tensor: StoredTensor, transform: Transform, array: Weight, stacked: bool
+) -> StoredTensor:
+    """Without the numbers that only fill up the last words of a packed tensor."""
+    words, want = tensor.words, stored_shape(array.shape[stacked:], transform)
+    if words is None or len(want) != 2 or tensor.shape != words.filled(want):
+        return tensor
+    return tensor._replace(shape=want)
 
 
 def misfits(
@@ -133,11 +144,28 @@ def misfits(
     return problems
 
 
+def differs(tensor: StoredTensor, want: tuple[int, ...]) -> str | None:
+    """Says how a tensor of whole numbers differs from those that it should hold."""
+    if tensor.dtype not in ("I8", "I32", "I64"):
+        return f"has dtype {tensor.dtype}, but only whole numbers can be read"
+    if len(want) > 1 and tensor.shape != (len(want),):
+        return f"has shape {show(list(tensor.shape))}, but the config says [{len(want)}]"
+    found = read_numbers(tensor)
+    different = np.flatnonzero(found.reshape(-1) != np.array(want))
+    if not different.size:
+        return None
+    i = int(different[0])
+    return f"holds {found.flat[i]} at {i}, but the config says {want[i % len(want)]}"
+
+
 def repeats(tensors: Tensors, table: Table, sources: dict[str, Source]) -> list[str]:
-    """Compares the stored tensors that should repeat another one; says which differ, one a line."""
+    """Compares the stored tensors that should repeat another one, or hold known numbers; says which
+    differ, one a line."""
     wrong = []
     for name, tensor in tensors.items():
         for target in (targets_of(name, table) or ([], []))[0]:
+            if isinstance(target, Holds) and (problem := differs(tensor, target.numbers)):
+                wrong.append(f"{tensor.file.name}: {name} {problem}")
             if isinstance(target, Same):
                 original = sources[target.path].tensors[0]
                 if not same_bytes(tensor, original):

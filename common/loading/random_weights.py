@@ -15,17 +15,19 @@ from common.quant import (
     INT8,
     SPECS,
     Fp8,
-    Int8,
     Mxfp4,
+    Packed,
+    Rowwise,
     Shape,
     Storage,
     Transposed,
+    bits_of,
     fp8_shapes,
     mxfp4_shapes,
     transpose_weight,
 )
 from common.sharding import P
-from common.weights import Weight, is_weight, storage_for
+from common.weights import Weight, is_weight, published_arrays, published_form, storage_for
 
 Array = jax.Array
 
@@ -63,6 +65,8 @@ def random_weight(
             return (
                 random_int8(key, shape) if storage is INT8 else storage.convert(plain(key), dtype)
             )
+        if isinstance(weight.published, Packed):
+            return random_packed(key, weight, mesh)
         if weight.published in RANDOM:
             return RANDOM[weight.published](key, shape)
         return transpose_weight(plain(key), dtype) if weight.published is Transposed else plain(key)
@@ -73,16 +77,16 @@ def random_weight(
     specs: Any = weight.spec
     if storage is not None:
         specs = storage.specs(weight.spec)
-    elif weight.published is not None:
-        specs = SPECS[weight.published](weight.spec)
+    elif (form := published_form(weight)) is not None:
+        specs = SPECS[form](weight.spec)
     return jax.shard_map(make, mesh=mesh, in_specs=P(), out_specs=specs)(key)
 
 
-def random_int8(key: Array, shape: Shape) -> Int8:
+def random_int8(key: Array, shape: Shape) -> Rowwise:
     # Odd numbers are symmetric around zero: from -127 to 127.
     values = ((noise(key, shape) >> 25) * 2 + 1).astype(jnp.int8)
     step = STD * math.sqrt(3 / (128**2 - 1))
-    return Int8(values, jnp.full((*shape[:-2], 1, shape[-2]), step, jnp.float32))
+    return Rowwise(values, jnp.full((*shape[:-2], 1, shape[-2]), step, jnp.float32))
 
 
 def random_fp8(key: Array, shape: Shape) -> Fp8:
@@ -96,6 +100,22 @@ def random_mxfp4(key: Array, shape: Shape) -> Mxfp4:
     codes = (noise(key, values) >> 24).astype(jnp.uint8)
     # A scale of 2 ** -7 times the codes' standard deviation, 2.9, is about STD.
     return Mxfp4(codes, jnp.full(groups, 120, jnp.uint8))
+
+
+def random_packed(key: Array, weight: Weight, mesh: Mesh) -> Any:
+    """One device's part of a matrix in a form of `Packed`."""
+    fields = published_arrays(weight)
+    shapes = (x and NamedSharding(mesh, x.spec).shard_shape(x.shape) for x in fields)
+    values, scale, *zero = shapes
+    kind = fields.values.dtype
+    if not jnp.issubdtype(kind, jnp.integer):
+        numbers = (uniform(key, values) * 448).astype(kind)
+        return Rowwise(numbers, jnp.full(scale, LARGEST / 448, jnp.float32))
+    bits, on_cpu = bits_of(kind), mesh.devices.flat[0].platform == "cpu"
+    numbers = (noise(key, values) >> (32 - bits)).astype(jnp.int8 if on_cpu else kind)
+    steps = jnp.full(scale, STD * math.sqrt(12) / 2**bits, fields.scale.dtype)
+    zeros = [x and jnp.zeros(x, jnp.int8) for x in zero]
+    return type(fields)(numbers, steps, *zeros)
 
 
 RANDOM = {Fp8: random_fp8, Mxfp4: random_mxfp4}

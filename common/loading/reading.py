@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.loading.finite import Limits, check_finite
-from common.loading.stored import DTYPES, StoredTensor
+from common.loading.stored import DTYPES, StoredTensor, Words
 from common.names import Axes, Order, Transform
 
 READ_BYTES = 1 << 20  # per read; a chunk of this size is still in the CPU's cache when it is cast
@@ -80,9 +80,38 @@ def read_tensor(
         spans(n, m, p, order if order is not None and order.axis == axis else None)
         for n, m, p, axis in zip(tensor.shape, padded, part, axes, strict=True)
     )
+    for piece, some in pieces(tensor, rows):
+        read_spans(piece, some, columns, out, limits)
+
+
+def pieces(
+    tensor: StoredTensor, rows: Sequence[Span]
+) -> Iterator[tuple[StoredTensor, Sequence[Span]]]:
+    """Yields the tensors that hold the rows of one, each with the spans that it fills."""
+    if tensor.below is None:
+        yield tensor, rows
+        return
+    first = tensor.shape[0] - tensor.below.shape[0]
+    for part, start, stop in ((tensor, 0, first), (tensor.below, first, tensor.shape[0])):
+        found = []
+        for to, at, length in rows:
+            low, high = max(at, start), min(at + length, stop)
+            if low < high:
+                found.append(Span(to + low - at, low - start, high - low))
+        yield part._replace(shape=(stop - start, *tensor.shape[1:]), below=None), found
+
+
+def read_spans(
+    tensor: StoredTensor,
+    rows: Sequence[Span],
+    columns: Sequence[list[Span]],
+    out: np.ndarray,
+    limits: Limits,
+) -> None:
+    """Reads some rows of a tensor, and fills `out` with some of their columns."""
     dtype = DTYPES[tensor.dtype]
     row_bytes = math.prod(tensor.shape[1:]) * dtype.itemsize
-    is_whole = columns == [[Span(0, 0, n)] for n in tensor.shape[1:]]
+    is_whole = list(columns) == [[Span(0, 0, n)] for n in tensor.shape[1:]] and tensor.words is None
     same_rows = (out.shape[1:], out.dtype) == (tensor.shape[1:], dtype)
     if is_whole and same_rows and out.flags.c_contiguous:  # no chunk and no cast needed
         for piece in read_rows(tensor, rows, row_bytes, out):
@@ -94,13 +123,55 @@ def read_tensor(
         for to, start, length in rows:
             for i in range(0, length, step):
                 chunk = scratch[: min(step, length - i)]
-                read_into(f, tensor.offset + (start + i) * row_bytes, chunk)
+                if tensor.words is not None:
+                    chunk = read_words(f, tensor, tensor.words, start + i, len(chunk))
+                else:
+                    read_into(f, tensor.offset + (start + i) * row_bytes, chunk)
                 check_finite(tensor, chunk, limits)
                 into = out[to + i : to + i + len(chunk)]
                 for pieces in itertools.product(*columns):
                     there = (slice(p.to, p.to + p.length) for p in pieces)
                     here = (slice(p.start, p.start + p.length) for p in pieces)
                     into[:, *there] = chunk[:, *here]
+
+
+def read_words(
+    file: Any, tensor: StoredTensor, words: Words, start: int, length: int
+) -> np.ndarray:
+    """Reads rows of a tensor whose numbers are packed: int8 [length, columns]."""
+    per_row = len(words.places) if words.axis == 0 else 1
+    first, last = start // per_row, -(-(start + length) // per_row)
+    shape = (last - first, *words.of(tensor.shape)[1:])
+    stored = np.empty(shape, np.int32)
+    read_into(file, tensor.offset + first * math.prod(shape[1:]) * stored.itemsize, stored)
+    start -= first * per_row
+    return unpack(stored, words)[start : start + length, : tensor.shape[1]]
+
+
+def unpack(stored: np.ndarray, words: Words) -> np.ndarray:
+    """Returns the int8 numbers that are packed in words [rows, columns]."""
+    rows, columns = stored.shape
+    octets = stored.astype("<i4", copy=False).view(np.uint8).reshape(rows, columns, 4)
+    n, mask = len(words.places), (1 << words.bits) - 1
+    numbers = np.empty((rows, n, columns) if words.axis == 0 else (rows, columns, n), np.int8)
+    for i, place in enumerate(words.places):
+        octet, shift = divmod(place * words.bits, 8)
+        number = ((octets[..., octet] >> shift) + np.uint8(words.plus)) & np.uint8(mask)
+        number = number.view(np.int8) if words.bits == 8 else number.astype(np.int8)
+        # In 8 bits this wraps around, as it should.
+        into = numbers[:, i] if words.axis == 0 else numbers[..., i]
+        np.subtract(number, np.int8(-128 if words.bits == 8 else 8), out=into)
+    return numbers.reshape(-1, columns) if words.axis == 0 else numbers.reshape(rows, -1)
+
+
+def read_numbers(tensor: StoredTensor) -> np.ndarray:
+    """Reads a whole tensor of whole numbers."""
+    with open(tensor.file, "rb") as f:
+        if tensor.words is not None:
+            return read_words(f, tensor, tensor.words, 0, tensor.shape[0])
+        numbers = np.empty(tensor.shape, DTYPES[tensor.dtype])
+        read_into(f, tensor.offset, numbers)
+    return numbers
 
 
 def read_rows(

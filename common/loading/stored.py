@@ -23,7 +23,31 @@ LONGEST_NAME = 255  # characters, in the name of a tensor or of a file
 LARGEST_HEADER = 100_000_000  # bytes, by the format's own rule
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 KEPT = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "U8": np.dtype(np.uint8)}  # never cast
-DTYPES = FLOATS | KEPT
+# Whole numbers of four bits are read as int8. No file holds them but in words of several.
+KEPT |= {"I8": np.dtype(np.int8), "I4": np.dtype(jnp.int4)}
+WHOLE = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
+DTYPES = FLOATS | KEPT | WHOLE
+
+
+class Words(NamedTuple):
+    """How whole numbers are packed in words of 32 bits, which a file holds as int32. A number is
+    unsigned, and half of its range is subtracted."""
+
+    bits: int  # of a number
+    axis: int  # neighbours along this axis share a word
+    places: tuple[int, ...]  # of a word's numbers in it, counted from the low end
+    plus: int  # is added to each number, without a carry
+
+    def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the words that hold so many numbers."""
+        return tuple(
+            -(-n // len(self.places)) if i == self.axis else n for i, n in enumerate(shape)
+        )
+
+    def filled(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of all numbers in these words."""
+        words = self.of(shape)
+        return tuple(n * len(self.places) if i == self.axis else n for i, n in enumerate(words))
 
 
 class StoredTensor(NamedTuple):
@@ -34,6 +58,8 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # as the file spells it: "BF16"
     offset: int  # bytes from the start of the file
+    words: Words | None = None  # if numbers are packed; shape and dtype are then those of numbers
+    below: "StoredTensor | None" = None  # holds the last rows, if another tensor does
 
 
 Tensors = dict[str, StoredTensor]  # by published name
@@ -170,6 +196,10 @@ def _tensor(file: Path, name: str, entry: dict[str, Any], start: int) -> StoredT
     shape, dtype, (first, last) = entry["shape"], entry["dtype"], entry["data_offsets"]
     if any(type(n) is not int or n < 0 for n in (*shape, first, last)) or first > last:
         raise ValueError(f"shape or offsets of {name} are not whole numbers")
-    if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
+    if (
+        dtype in DTYPES
+        and dtype != "I4"
+        and last - first != math.prod(shape) * DTYPES[dtype].itemsize
+    ):
         raise ValueError(f"shape {show(shape)} and offsets of {name} disagree")
     return StoredTensor(file, name, tuple(shape), dtype, start + first)

@@ -24,12 +24,13 @@ from jax.typing import DTypeLike
 from common.kernels.dispatch import AUTO
 from common.kernels.ragged_dot import row_major
 from common.loading.files import first_line
+from common.loading.packed import declare
 from common.loading.random_weights import random_weights
 from common.machines.bandwidth import experts_read
 from common.machines.chips import Chip, chip_of, devices_of
 from common.machines.hlo import Collective, collectives, cycles, operations, parse, traffic
 from common.machines.mesh_choice import Axes, best_mesh, load_of, parts, weight_bytes
-from common.quant import TRANSPOSED, Fp8, Mxfp4, Storage, bits_of
+from common.quant import TRANSPOSED, Fp8, Mxfp4, Packed, Storage, bits_of
 from common.sharding import DATA, EXPERT, TENSOR, P, Shards, make_mesh, model_shards, parse_mesh
 from common.weights import by_path, check_divides, specs_like, storage_for
 
@@ -51,9 +52,9 @@ class Plan(NamedTuple):
     @property
     def stored(self) -> str:
         """Says in words how weights and cache are stored."""
-        layout = by_path(self.module.weight_layout(self.config)).values()
+        layout = by_path(declare(self.module, self.config)[0]).values()
         kept = (w for w in layout if storage_for(w, self.storage) is None)
-        names = {NAMES.get(w.published) for w in kept} - {None}
+        names = {name_of(w.published) for w in kept} - {None}
         if self.storage is not None and self.storage is not TRANSPOSED:
             names.add(self.storage.name)
         elif "fp8" not in names:
@@ -61,7 +62,13 @@ class Plan(NamedTuple):
         return f"{' and '.join(sorted(map(str, names)))} weights, {self.cache_dtype} cache"
 
 
-NAMES: dict[type | None, str] = {Fp8: "fp8", Mxfp4: "mxfp4"}
+def name_of(published: type | Packed | None) -> str | None:
+    """Returns the name of a published form; None for a plain array."""
+    if isinstance(published, Packed):
+        bits = bits_of(published.dtype)
+        return "fp8" if published.dtype == jnp.float8_e4m3fn else f"int{bits}"
+    names: dict[type | None, str] = {Fp8: "fp8", Mxfp4: "mxfp4"}
+    return names.get(published)
 
 
 class Report(NamedTuple):
@@ -121,7 +128,7 @@ def abstract_weights(
     module: ModuleType, config: Any, mesh: Mesh, dtype: DTypeLike, storage: Storage | None
 ) -> Any:
     """Returns a model's weights on a mesh, as shapes."""
-    layout = module.weight_layout(config, model_shards(mesh))
+    layout, _ = declare(module, config, model_shards(mesh))
     check_divides(layout, model_shards(mesh))
     weights = jax.eval_shape(partial(random_weights, layout, mesh, dtype, 0, storage))
     return as_loaded(abstract(weights, specs_like(weights, layout), mesh))
@@ -265,7 +272,7 @@ def products_and_unread(plan: Plan, axes: Axes, tokens: int) -> tuple[float, flo
     the bytes of the experts that no token chooses, if all are equally likely. Counts two operations
     for each token and each number of a matrix; of experts, only the chosen ones."""
     config = plan.config
-    layout = plan.module.weight_layout(config, Shards(axes[EXPERT], axes[TENSOR]))
+    layout, _ = declare(plan.module, config, Shards(axes[EXPERT], axes[TENSOR]))
     chosen, share = getattr(config, "num_experts_per_tok", 0), experts_read(config, tokens)
     looked_up = "embed" if getattr(layout, "head", None) is not None else ""
     products = unread = 0.0

@@ -30,8 +30,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from common.loading.packed import declare
 from common.machines.chips import Chip, chip_of
-from common.quant import Storage
+from common.quant import Storage, bits_of
 from common.sharding import DATA, EXPERT, TENSOR, Shards, make_mesh
 from common.weights import Weight, by_path, check_divides, is_weight, published_arrays, storage_for
 
@@ -72,8 +73,7 @@ def weight_bytes(weight: Weight, dtype: DTypeLike, storage: Storage | None, axes
         return int(math.prod(weight.shape) * size) // parts(weight.spec, axes)
     arrays = jax.tree.leaves(published_arrays(weight), is_leaf=is_weight)
     return sum(
-        math.prod(x.shape) * jnp.dtype(x.dtype or dtype).itemsize // parts(x.spec, axes)
-        for x in arrays
+        math.prod(x.shape) * bits_of(x.dtype or dtype) // 8 // parts(x.spec, axes) for x in arrays
     )
 
 
@@ -92,7 +92,7 @@ def load_of(
     shards = Shards(axes[EXPERT], axes[TENSOR])
     if slots % axes[DATA]:
         raise ValueError(f"{slots} slots cannot be split evenly over data={axes[DATA]}")
-    layout = module.weight_layout(config, shards)
+    layout, _ = declare(module, config, shards)
     check_divides(layout, shards)
     held = {
         path: weight_bytes(weight, dtype, storage, axes) for path, weight in by_path(layout).items()

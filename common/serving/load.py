@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from common.loading.checkpoint import Progress, load_weights, rows_together
+from common.loading.packed import declare
 from common.loading.random_weights import random_weights
 from common.loading.shape import model_dtype, read_model_config, read_shape
 from common.machines.mesh_choice import best_mesh
@@ -85,7 +86,7 @@ def open_model(
         use: Any = dict(slots=slots, capacity=capacity, dtype=kind)
         mesh = best_mesh(module, config, jax.devices(), storage=storage, **use)
     shards = model_shards(mesh)
-    check_divides(module.weight_layout(config, shards), shards)
+    check_divides(declare(module, config, shards)[0], shards)
     tokenizer = None if directory is None else load_tokenizer(directory)
     opened = Model(module, config, mesh, None, tokenizer, kind, None, weights_at)
     return opened._replace(storage=storage_of(kind, opened.on_cpu, quant))
@@ -116,7 +117,7 @@ def read_weights(
     """Puts the weights of `model` on its mesh: reads the checkpoint, or makes them from `seed`."""
     module, config, mesh, storage = model.module, model.config, model.mesh, model.storage
     if model.directory is None:
-        layout = module.weight_layout(config, model_shards(mesh))
+        layout, _ = declare(module, config, model_shards(mesh))
         weights = random_weights(layout, mesh, model.dtype, seed, storage)
         return model._replace(weights=jax.block_until_ready(rows_together(weights)))
     options: Any = dict(storage=storage, progress=progress, allow_nonfinite=allow_nonfinite)

@@ -13,6 +13,13 @@ import torch
 import transformers
 
 
+class Packing(NamedTuple):
+    """How a variant's matrices are quantised; see tests/packers.py."""
+
+    config: dict[str, Any]  # quantization_config
+    packs: Callable[[str], bool]  # whether the tensor with this name is quantised
+
+
 class Variant(NamedTuple):
     seed: int
     config: transformers.PretrainedConfig
@@ -23,7 +30,39 @@ class Variant(NamedTuple):
     finish: Callable[[Path], None] | None = None  # last change, once transformers is done
     fp8_scales: torch.dtype | None = None  # if given, projections are fp8 with scales of this dtype
     mxfp4: bool = False  # the experts are stored in 4 bits
+    packing: Packing | None = None
     mtp: bool = False  # has an MTP layer, which drafts tokens
+
+
+def projections(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def compressed(format: str, ignore: list[str], bits: int, group: int | None, **more: Any) -> Any:
+    """`quantization_config` as compressed-tensors writes it."""
+    weights = dict(num_bits=bits, type="int", strategy="group" if group else "channel")
+    weights |= dict(group_size=group, symmetric=True, actorder=None, block_structure=None)
+    weights |= dict(dynamic=False, observer="minmax", observer_kwargs={}) | more
+    scheme = dict(input_activations=None, output_activations=None, targets=["Linear"])
+    return dict(
+        config_groups={"group_0": scheme | dict(weights=weights)},
+        format=format,
+        ignore=ignore,
+        kv_cache_scheme=None,
+        quant_method="compressed-tensors",
+        quantization_status="compressed",
+    )
+
+
+def gptq(bits: int, group: int, **more: Any) -> dict[str, Any]:
+    made = dict(damp_percent=0.01, static_groups=False, true_sequential=True, lm_head=False)
+    settings = dict(bits=bits, group_size=group, desc_act=False, sym=True, quant_method="gptq")
+    return settings | made | more
+
+
+def awq(group: int) -> dict[str, Any]:
+    settings = dict(bits=4, group_size=group, modules_to_not_convert=None, zero_point=True)
+    return settings | dict(quant_method="awq", version="gemm")
 
 
 def yarn_rope(theta: float, factor: float, original: int, **more: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from variants import Variant, yarn_rope
+from variants import Packing, Variant, compressed, projections, yarn_rope
 from variants.deepseek_r1 import as_on_the_hub, deepseek
 
 
@@ -17,6 +17,12 @@ def as_kimi(directory: Path) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
+THINKING = [
+    "lm_head",
+    "re:.*self_attn.*",
+    "re:.*shared_experts.*",
+    "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+]
 VARIANTS = {
     # YaRN's ramp is one pair wide, as in the published files.
     "yarn": Variant(
@@ -71,5 +77,26 @@ VARIANTS = {
         rewrite=as_on_the_hub,
         finish=as_kimi,
         fp8_scales=torch.float32,
+    ),
+    # As Kimi-K2-Thinking is published: only the routed experts are quantised.
+    "packed_thinking": Variant(
+        21,
+        deepseek(
+            *(64, 6, (26, 20), (10, 12, 14), (34, 96), (6, 2, 1), 109, 2),
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=0.7,
+            rms_norm_eps=1e-3,
+            rope_parameters=dict(rope_type="default", rope_theta=300.0),
+        ),
+        dtype=torch.bfloat16,
+        hub=True,
+        rewrite=as_on_the_hub,
+        finish=as_kimi,
+        packing=Packing(
+            compressed("pack-quantized", THINKING, 4, 32),
+            lambda name: projections(name) and ".experts." in name,
+        ),
     ),
 }

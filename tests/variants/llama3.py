@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import transformers
 
-from variants import Variant
+from variants import Packing, Variant, compressed, gptq, projections
 
 
 def llama(
@@ -35,6 +35,10 @@ def llama3_rope(
         high_freq_factor=high,
         original_max_position_embeddings=original,
     )
+
+
+def in_w8a16(name: str) -> bool:
+    return projections(name) and "layers.0.self_attn.k" not in name
 
 
 VARIANTS = {
@@ -85,5 +89,55 @@ VARIANTS = {
         ),
         dtype=torch.bfloat16,
         shard="20KB",
+    ),
+    # Two groups of 16 in each head. The first layer's attention is not quantised.
+    "packed_w4a16": Variant(
+        21,
+        llama(96, 6, 2, 192, 101, 2, head_dim=32, rms_norm_eps=1e-4),
+        hub=True,
+        packing=Packing(
+            compressed("pack-quantized", ["lm_head", "re:.*layers\\.0\\.self_attn.*"], 4, 16),
+            lambda name: projections(name) and "layers.0.self_attn" not in name,
+        ),
+    ),
+    # No number of rows is a multiple of 8, so zero points only half fill their last words.
+    "packed_asymmetric": Variant(
+        22,
+        llama(48, 6, 2, 72, 97, 2, head_dim=12, rms_norm_eps=1e-3, tie_word_embeddings=True),
+        dtype=torch.bfloat16,
+        packing=Packing(
+            compressed("pack-quantized", ["model.layers.1.mlp.up_proj"], 4, 8, symmetric=False),
+            lambda name: projections(name) and "layers.1.mlp.up" not in name,
+        ),
+    ),
+    # The head is quantised too. No row fills its last word.
+    "packed_w8a16": Variant(
+        23,
+        llama(54, 9, 3, 46, 131, 2, rms_norm_eps=1e-3),
+        packing=Packing(
+            compressed("pack-quantized", ["model.layers.0.self_attn.k_proj"], 8, None),
+            lambda name: name == "lm_head.weight" or in_w8a16(name),
+        ),
+    ),
+    "packed_fbgemm": Variant(
+        24,
+        llama(50, 5, 1, 38, 107, 2, rms_norm_eps=1e-4),
+        dtype=torch.bfloat16,
+        hub=True,
+        packing=Packing(
+            dict(
+                quant_method="fbgemm_fp8",
+                activation_scale_ub=1200.0,
+                modules_to_not_convert=["lm_head", "model.layers.1.self_attn"],
+            ),
+            lambda name: projections(name) and "layers.1.self_attn" not in name,
+        ),
+    ),
+    "packed_gptq": Variant(
+        25,
+        llama(64, 8, 2, 192, 89, 2, head_dim=16, rms_norm_eps=1e-4),
+        dtype=torch.float16,
+        hub=True,
+        packing=Packing(gptq(4, 16, sym=False), projections),
     ),
 }

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from variants import Variant
+from variants import Packing, Variant, compressed
 
 
 def llama4(
@@ -139,5 +139,30 @@ VARIANTS = {
         ),
         rewrite=without("moe_layers"),
         shard="40KB",
+    ),
+    # As Maverick is published in fp8: experts one by one.
+    "packed_maverick": Variant(
+        21,
+        llama4(
+            *(44, 10, 5, 8, 97, 2),
+            moe=(4, 2),
+            widths=(30, 46),
+            deviation=0.18,
+            use_qk_norm=False,
+            attention_chunk_size=16,
+            floor_scale=20,
+            attn_scale=0.3,
+            rms_norm_eps=1e-4,
+        ),
+        dtype=torch.bfloat16,
+        packing=Packing(
+            compressed(
+                "float-quantized",
+                ["re:.*lm_head", "re:.*self_attn", "re:.*router", "re:.*vision_model.*"],
+                *(8, None),
+                type="float",
+            ),
+            lambda name: name.removesuffix(".weight").endswith("_proj") and "self_attn" not in name,
+        ),
     ),
 }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from variants import Variant, yarn_rope
+from variants import Packing, Variant, awq, compressed, gptq, projections, yarn_rope
 
 
 def qwen3(
@@ -173,5 +173,84 @@ VARIANTS = {
         ),
         dtype=torch.bfloat16,
         shard="30KB",
+    ),
+    "packed_awq": Variant(
+        21,
+        qwen3(
+            *(64, 6, 2, 16, 192, 101, 2),
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-4,
+            rope_parameters=dict(rope_type="default", rope_theta=300.0),
+        ),
+        dtype=torch.float16,
+        hub=True,
+        packing=Packing(awq(16), projections),
+    ),
+    "packed_awq_moe": Variant(
+        22,
+        qwen3(
+            *(64, 8, 4, 8, 96, 97, 2),
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-4,
+            moe_intermediate_size=32,
+            num_experts=6,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            rope_parameters=dict(rope_type="default", rope_theta=500.0),
+        ),
+        dtype=torch.float16,
+        packing=Packing(awq(8), projections),
+    ),
+    "packed_gptq_int8": Variant(
+        23,
+        qwen3(
+            *(64, 8, 8, 12, 160, 83, 2),
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-4,
+            rope_parameters=dict(rope_type="default", rope_theta=200.0),
+        ),
+        dtype=torch.float16,
+        hub=True,
+        packing=Packing(gptq(8, 8), projections),
+    ),
+    "packed_gptq_moe": Variant(
+        24,
+        qwen3(
+            *(64, 8, 4, 16, 96, 107, 2),
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-4,
+            moe_intermediate_size=32,
+            num_experts=8,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+            rope_parameters=dict(rope_type="default", rope_theta=400.0),
+        ),
+        dtype=torch.bfloat16,
+        hub=True,
+        rewrite=older_name,
+        packing=Packing(gptq(4, 16, checkpoint_format="gptq", sym=True), projections),
+    ),
+    # Experts in 8-bit floats, with a scale for each row.
+    "packed_fp8": Variant(
+        25,
+        qwen3(
+            *(42, 6, 2, 14, 34, 103, 2),
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-4,
+            moe_intermediate_size=26,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            mlp_only_layers=[0],
+            rope_parameters=dict(rope_type="default", rope_theta=600.0),
+        ),
+        dtype=torch.bfloat16,
+        hub=True,
+        rewrite=older_name,
+        packing=Packing(
+            compressed("float-quantized", ["lm_head", "re:.*mlp.gate$"], 8, None, type="float"),
+            projections,
+        ),
     ),
 }

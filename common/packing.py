@@ -1,0 +1,204 @@
+"""Reads `quantization_config` of checkpoints whose matrices others have quantised.
+
+A model file declares plain matrices, and keeps in its Config what this file says of them.
+`common.loading.packed` makes of both which arrays a checkpoint holds, and under which names.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from common.config import (
+    check_accepted,
+    checked,
+    is_published_in,
+    missing,
+    refusal,
+    refuse_unknown,
+    show,
+)
+from common.ranges import Count
+
+WHERE = "quantization_config."
+LINEAR = "Linear"  # the name of a class of modules: that of all matrices
+
+
+class Packing(NamedTuple):
+    """Which matrices are quantised, and how."""
+
+    format: str  # the layout of the files: a key of FORMATS
+    bits: int = 8
+    group: int | None = None  # how many neighbours in a row share a scale; None: the whole row
+    zero: bool = False  # whether groups have zero points
+    plus: int = 0  # what the stored zero points lack
+    targets: tuple[str, ...] = (LINEAR,)  # regular expressions of names of modules
+    ignored: tuple[str, ...] = ()
+
+    def holds(self, module: str) -> bool:
+        """Whether the matrix of the module with this published name is quantised."""
+        is_target = LINEAR in self.targets or any(re.match(x, module) for x in self.targets)
+        return is_target and not any(re.match(x, module) for x in self.ignored)
+
+
+def read_packing(hf: Mapping[str, Any], others: Collection[str] = ()) -> Packing | None:
+    """What the config.json `hf` says of quantised matrices. None if it says nothing, or names one
+    of the `others`, which the model file reads itself.
+
+    ValueError for any other method, and for a setting that is unknown or not implemented.
+    """
+    values = hf.get("quantization_config")
+    if values is None:
+        return None
+    if not isinstance(values, Mapping):
+        raise ValueError(f"config.json: {WHERE[:-1]}={show(values)} must be an object")
+    method = values.get("quant_method")
+    if method in others:
+        return None
+    if not isinstance(method, str) or method not in METHODS:
+        raise refusal(f"{WHERE}quant_method", method, (*others, *METHODS))
+    return METHODS[method](hf, values)
+
+
+def awq(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
+    """AutoAWQ, arXiv 2306.00978: 4 bits with zero points."""
+    needed = dict(bits=4, version=("gemm", "GEMM"), zero_point=True)
+    # transformers also saves the settings of its own kernels.
+    kernels = ("backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
+    kept = "modules_to_not_convert"
+    is_published_in("awq", hf, needed, ignored=(kept, "group_size", *kernels))
+    ignored = modules(names(values, kept))
+    return Packing("awq", 4, group_size(values), zero=True, ignored=ignored)
+
+
+def gptq(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
+    """GPTQ, arXiv 2210.17323: 4 or 8 bits. With act-order, a group would not be neighbours."""
+    needed = dict(bits=(4, 8), sym=(True, False), desc_act=False)
+    version = "checkpoint_format"
+    accepted: dict[str, Any] = {version: ("gptq", "gptq_v2"), "dynamic": (None, {})}
+    accepted |= dict(lm_head=False, pack_dtype="int32", modules_in_block_to_quantize=None)
+    accepted |= dict(is_marlin_format=False)
+    # How the file was made, and settings of kernels.
+    made = """
+        backend batch_size block_name_to_quantize cache_block_outputs cache_examples_on_gpu
+        damp_auto_increment damp_percent dataset disable_exllama exllama_config group_size
+        max_input_length meta model_file_base_name model_name_or_path model_seqlen
+        module_name_preceding_first_block pad_token_id static_groups tokenizer true_sequential
+        use_cuda_fp16 use_exllama
+    """
+    is_published_in("gptq", hf, needed, accepted, ignored=made.split())
+    plus = 1 if values.get(version, "gptq") == "gptq" else 0
+    return Packing("gptq", values["bits"], group_size(values), not values["sym"], plus)
+
+
+def compressed_tensors(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
+    """The package compressed-tensors: integers with a scale for each group or row, or 8-bit floats
+    with a scale for each row."""
+    shape = ("pack-quantized", "float-quantized")
+    needed = dict(format=shape, quantization_status="compressed")
+    nothing: Any = (None, {})
+    accepted = dict(kv_cache_scheme=None, sparsity_config=nothing, transform_config=nothing)
+    made = ("config_groups", "ignore", "version", "global_compression_ratio")
+    is_published_in("compressed-tensors", hf, needed, accepted, ignored=made)
+    groups = values.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise ValueError(f"config.json: {WHERE}config_groups={show(groups)} must be one group")
+    ((name, group),) = groups.items()
+    where = f"{WHERE}config_groups.{show(name)[1:-1]}."
+    if not isinstance(group, Mapping):
+        raise ValueError(f"config.json: {where[:-1]}={show(group)} must be an object")
+    same = dict(format=(None, values["format"]), output_activations=None)
+    check_accepted(group, same, where)
+    refuse_unknown(group, {*same, "input_activations", "targets", "weights"}, where)
+    check_activations(group.get("input_activations"), f"{where}input_activations")
+    packing = weight_scheme(values["format"], group.get("weights"), f"{where}weights")
+    targets = names(group, "targets", where)
+    return packing._replace(
+        targets=tuple(x if x == LINEAR else expression(x) for x in targets),
+        ignored=tuple(map(expression, names(values, "ignore"))),
+    )
+
+
+def weight_scheme(format: str, weights: Any, where: str) -> Packing:
+    """What a group of `config_groups` says of its weights."""
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"config.json: {where}={show(weights)} must be an object")
+    where += "."
+    is_float, strategy = format == "float-quantized", weights.get("strategy")
+    accepted: dict[str, Any] = dict(dynamic=False, actorder=None, block_structure=None)
+    accepted |= dict(scale_dtype=None, zp_dtype=None)
+    if is_float:
+        accepted |= dict(type="float", num_bits=8, strategy="channel", group_size=None)
+        accepted |= dict(symmetric=True)
+    elif strategy == "channel":
+        accepted |= dict(type="int", num_bits=8, strategy="channel", group_size=(None, -1))
+        accepted |= dict(symmetric=True)
+    else:
+        accepted |= dict(type="int", num_bits=(4, 8), strategy=("group", "channel"))
+        accepted |= dict(symmetric=(True, False))
+    check_accepted(weights, accepted, where)
+    for key in ("type", "num_bits", "strategy", "symmetric"):
+        if key not in weights:
+            raise missing(where + key)
+    refuse_unknown(weights, {*accepted, "group_size", "observer", "observer_kwargs"}, where)
+    group = group_size(weights, where) if strategy == "group" else None
+    return Packing(format, weights["num_bits"], group, not weights["symmetric"])
+
+
+def check_activations(values: Any, where: str) -> None:
+    """ValueError if activations are rounded with stored scales. If their scales are computed as
+    they come, the rounding is an approximation that need not be repeated."""
+    if values is not None and not (isinstance(values, Mapping) and values.get("dynamic") is True):
+        raise ValueError(
+            f"config.json: {where}={show(values)} is not implemented, only null and dynamic=true"
+        )
+
+
+def fbgemm_fp8(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
+    """FBGEMM: 8-bit floats with a scale for each row."""
+    kept = "modules_to_not_convert"
+    is_published_in("fbgemm_fp8", hf, ignored=(kept, "activation_scale_ub"))
+    return Packing("fbgemm", ignored=modules(names(values, kept)))
+
+
+METHODS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Packing]] = {
+    "awq": awq,
+    "gptq": gptq,
+    "compressed-tensors": compressed_tensors,
+    "fbgemm_fp8": fbgemm_fp8,
+}
+
+
+def group_size(values: Mapping[str, Any], where: str = WHERE) -> int | None:
+    """`group_size`; None if it is -1, the whole row."""
+    if "group_size" not in values:
+        raise missing(f"{where}group_size")
+    size = values["group_size"]
+    if type(size) is int and size == -1:
+        return None
+    group: int = checked(size, Count, f"{where}group_size")
+    if group % 8:
+        raise ValueError(f"config.json: {where}group_size={group} must be a multiple of 8")
+    return group
+
+
+def names(values: Mapping[str, Any], key: str, where: str = WHERE) -> list[str]:
+    found = [] if values.get(key) is None else values[key]
+    if not isinstance(found, list) or not all(isinstance(x, str) for x in found):
+        raise ValueError(f"config.json: {where}{key}={show(found)} must be a list of names")
+    return found
+
+
+def modules(names: list[str]) -> tuple[str, ...]:
+    """Regular expressions of modules that have one of these names, or are part of one that has.
+    A name may lack its beginning."""
+    return tuple(rf"(.*\.)?{re.escape(name)}(\..*)?$" for name in names)
+
+
+def expression(name: str) -> str:
+    """The regular expression of a name in the spelling of compressed-tensors."""
+    text = name.removeprefix("re:")
+    try:
+        re.compile(text)
+    except re.error:
+        raise ValueError(f"config.json: {show(name)} is not a regular expression") from None
+    return text if text != name else re.escape(name) + "$"

@@ -1,0 +1,446 @@
+"""Tests checkpoints that others quantised: AWQ, GPTQ, compressed-tensors and FBGEMM. Their packages
+packed the fixtures; see packers.py. packings.py says what they mean."""
+
+import json
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packings
+import pytest
+from compare import assert_close, refused
+from engine import FIXTURES, hf_config, load, model_of
+from golden import assert_golden, assert_greedy, prompt_logits
+from safetensors.numpy import load_file, save_file
+from test_families import MESHES
+
+from common.kernels.ragged_dot import ragged_dot
+from common.loading.checkpoint import load_weights
+from common.loading.packed import AWQ, declare
+from common.loading.random_weights import random_weights
+from common.loading.reading import unpack
+from common.loading.shape import published_sizes
+from common.loading.stored import Words
+from common.machines.bandwidth import tree_bytes
+from common.packing import read_packing
+from common.products import linear
+from common.quant import INT8, Grouped, Packed, Rowwise, dequantize_groups, int4, is_stored
+from common.sharding import Shards, make_mesh, parse_mesh
+from common.weights import by_path, check_divides, specs_like
+
+FAMILIES = ("llama3", "qwen3", "llama4", "kimi_k2")
+VARIANTS = [
+    (family, folder.name)
+    for family in FAMILIES
+    for folder in sorted((FIXTURES / family).glob("packed_*"))
+]
+full = pytest.mark.full
+
+
+def meshes(family: str, variant: str) -> list[str]:
+    """Returns the meshes that can split a variant."""
+    model, found = model_of(family), []
+    config = model.config_from_hf(hf_config(family, variant))
+    for axes in MESHES:
+        sizes = parse_mesh(axes)
+        shards = Shards(sizes.get("expert", 1), sizes.get("tensor", 1))
+        try:
+            check_divides(declare(model, config, shards)[0], shards)
+        except ValueError:
+            continue
+        found.append(axes)
+    return found
+
+
+def cases() -> Any:
+    """Yields every variant on one device, and on every mesh."""
+    for family, variant in VARIANTS:
+        yield family, variant, ""
+        for axes in meshes(family, variant):
+            yield pytest.param(family, variant, axes, marks=full)
+
+
+@pytest.mark.parametrize("family, variant, axes", list(cases()))
+def test_logits_equal_those_of_transformers_with_the_numbers_that_a_file_means(
+    family, variant, axes
+):
+    engine = load(family, variant, axes)
+    kinds = {type(w) for w in jax.tree.leaves(engine.weights, is_leaf=is_stored)}
+    assert kinds & {Grouped, Rowwise}  # they stay as they are published
+    assert_golden(prompt_logits(engine), engine, atol=1e-4)
+
+
+@full
+@pytest.mark.parametrize("family, variant", VARIANTS)
+def test_greedy_continuations_equal_those_of_transformers(family, variant):
+    assert_greedy(load(family, variant, meshes(family, variant)[0]))
+
+
+def test_every_format_has_a_mesh_that_splits_groups():
+    """Otherwise no test would see that a part of a group needs the scale of the whole."""
+    config = model_of("llama3").config_from_hf(hf_config("llama3", "packed_gptq"))
+    whole, split = (
+        by_path(declare(model_of("llama3"), config, shards)[0])["layers.0.w_down"].published.scales
+        for shards in (Shards(), Shards(tensor=8))
+    )
+    assert (whole, split) == (192 // 16, 192 // 8)
+
+
+# ---- the words
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 1), (3, 5), (16, 7)])
+def test_random_words_mean_what_the_oracle_says(rows, columns):
+    rng = np.random.default_rng(rows)
+    words = rng.integers(-(2**31), 2**31, (rows, columns)).astype(np.int32)
+    for bits in (4, 8):
+        order, half = tuple(range(32 // bits)), 1 << (bits - 1)
+        for plus in (0, 1):
+            for axis, wide in enumerate((packings.along_columns, packings.along_rows)):
+                want = (wide(words, bits) + plus) % (1 << bits) - half
+                got = unpack(words, Words(bits, axis, order, plus))
+                assert got.dtype == np.int8
+                np.testing.assert_array_equal(got, want)
+    numbers = np.empty((rows, columns, 8), np.int64)
+    numbers[..., packings.AWQ_COLUMNS] = packings.numbers_of(words, 4)
+    got = unpack(words, Words(4, 1, AWQ, 0))
+    np.testing.assert_array_equal(got, numbers.reshape(rows, -1) - 8)
+
+
+def tensors_of(family, variant):
+    tensors = {}
+    for file in sorted((FIXTURES / family / variant).glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+FIRST = {  # the first matrix of a variant that is quantised, and its path
+    "packed_w4a16": ("layers.1.self_attn.q_proj", "layers.1.wq"),
+    "packed_asymmetric": ("layers.0.mlp.down_proj", "layers.0.w_down"),
+    "packed_w8a16": ("layers.1.self_attn.v_proj", "layers.1.wv"),
+    "packed_gptq": ("layers.1.mlp.gate_proj", "layers.1.w_gate"),
+}
+
+
+@pytest.mark.parametrize("variant", FIRST)
+def test_a_loaded_matrix_is_what_the_oracle_makes_of_random_bytes(tmp_path, variant):
+    """Any bytes are numbers, so every bit of a word and every zero point is tried."""
+    name, path = FIRST[variant]
+    tensors, rng = tensors_of("llama3", variant), np.random.default_rng(1)
+    kept = ("g_idx", "weight_shape")
+    mine = {x.rpartition(".")[2]: x for x in tensors if x.startswith(f"model.{name}.")}
+    for end, full_name in mine.items():
+        if tensors[full_name].dtype == np.int32 and end not in kept:
+            noise = rng.integers(-(2**31), 2**31, tensors[full_name].shape)
+            tensors[full_name] = noise.astype(np.int32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    model, hf = model_of("llama3"), hf_config("llama3", variant)
+    config = model.config_from_hf(hf)
+    mesh = make_mesh(tensor=2 if meshes("llama3", variant) else 1)
+    weights = load_weights(tmp_path, model, config, mesh, np.float32)
+    leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_stored)
+    found = {jax.tree_util.keystr(k, simple=True, separator="."): w for k, w in leaves}
+    meant = packings.meaning(
+        {end: tensors[x] for end, x in mine.items()}, hf["quantization_config"]
+    )
+    got = np.asarray(dequantize_groups(jax.tree.map(jnp.asarray, found[path]))).T
+    assert_close(got[: meant.shape[0], : meant.shape[1]], meant, rtol=1e-6)
+    assert np.abs(got).sum() == pytest.approx(np.abs(meant).sum(), rel=1e-5)  # padding is zeros
+
+
+# ---- zero points in the products
+
+
+def grouped(rng, lead, n_in, n_out, groups):
+    values = rng.integers(-8, 8, (*lead, n_in, n_out)).astype(np.int8)
+    scale = rng.uniform(-0.1, 0.1, (*lead, groups, n_out)).astype(np.float32)
+    zero = rng.integers(-8, 8, (*lead, groups, n_out)).astype(np.int8)
+    return Grouped(*map(jnp.asarray, (values, scale, zero)))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
+def test_ragged_dot_subtracts_zero_points(implementation):
+    rng = np.random.default_rng(2)
+    w = grouped(rng, (3,), 256, 24, 2)
+    x, sizes = jnp.asarray(rng.normal(size=(11, 256)), jnp.float32), jnp.array([4, 0, 5])
+    bias = jnp.asarray(rng.normal(size=(3, 24)), jnp.float32)
+    plain = np.asarray(dequantize_groups(w)).swapaxes(1, 2)
+    want = np.zeros((11, 24))
+    for rows, e in ((slice(0, 4), 0), (slice(4, 9), 2)):
+        want[rows] = np.asarray(x)[rows].astype(np.float64) @ plain[e].T + np.asarray(bias)[e]
+    got = ragged_dot(x, w, sizes, bias_EO=bias, implementation=implementation)
+    assert_close(got, want, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 200])
+def test_linear_subtracts_zero_points(rows):
+    rng = np.random.default_rng(3)
+    w = grouped(rng, (), 96, 40, 6)
+    x = jnp.asarray(rng.normal(size=(rows, 96)), jnp.float32)
+    want = np.asarray(x, np.float64) @ np.asarray(dequantize_groups(w), np.float64)
+    assert_close(linear(x, w), want, atol=1e-3)
+
+
+# ---- other storages of the same files
+
+
+def test_rows_in_8_bit_floats_can_be_stored_in_int8_and_int4():
+    plain = load("llama3", "packed_fbgemm")
+    want = plain.weights.layers[0].wq
+    want = np.asarray(want.values, np.float32) * np.asarray(want.scale).T
+    for storage, kind, bound in ((INT8, Rowwise, 0.01), (int4(2, True), Grouped, 0.1)):
+        w = load("llama3", "packed_fbgemm", storage=storage).weights.layers[0].wq
+        assert isinstance(w, kind) and w.values.dtype == jnp.int8
+        wide = w.values * w.scale.T if kind is Rowwise else dequantize_groups(w).T
+        assert_close(wide, want, rms=bound)
+
+
+def test_whole_numbers_stay_as_they_are_published_under_any_storage():
+    """So a 4-bit file does not grow, and nothing is rounded twice."""
+    want = load("qwen3", "packed_awq").weights.layers[0]
+    got = load("qwen3", "packed_awq", storage=INT8).weights.layers[0]
+    jax.tree.map(np.testing.assert_array_equal, want, got)
+
+
+@pytest.mark.parametrize("family, variant", VARIANTS)
+def test_random_weights_have_the_forms_of_loaded_ones(family, variant):
+    engine = load(family, variant)
+    layout, _ = declare(engine.model, engine.config)
+    made = random_weights(layout, engine.mesh, "float32", 0)
+    assert jax.tree.structure(made) == jax.tree.structure(engine.weights)
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, engine.weights)
+    kinds = lambda tree: jax.tree.map(lambda x: x.dtype, tree)
+    assert kinds(made) == kinds(engine.weights)
+    jax.tree.map(lambda spec, w: None, specs_like(made, layout), made)
+    assert tree_bytes(made) == tree_bytes(engine.weights)
+
+
+# ---- what is read
+
+
+def test_the_published_settings_of_k2_thinking_are_read():
+    """Only the routed experts are quantised."""
+    weights = dict(actorder=None, block_structure=None, dynamic=False, group_size=32, num_bits=4)
+    weights |= dict(observer="minmax", observer_kwargs={}, strategy="group", symmetric=True)
+    group = dict(input_activations=None, output_activations=None, targets=["Linear"])
+    ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]
+    ignore += [r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+    published = dict(
+        config_groups=dict(group_0=group | dict(weights=weights | dict(type="int"))),
+        format="pack-quantized",
+        ignore=ignore,
+        kv_cache_scheme=None,
+        quant_method="compressed-tensors",
+        quantization_status="compressed",
+    )
+    hf = published_sizes(model_of("kimi_k2"))["kimi-k2-instruct"] | dict(
+        quantization_config=published
+    )
+    config = model_of("kimi_k2").config_from_hf(hf)
+    layout = by_path(declare(model_of("kimi_k2"), config, Shards(expert=64))[0])
+    forms = {path: w.published for path, w in layout.items() if w.published is not None}
+    assert {path.split(".", 2)[2] for path in forms} == {
+        f"mlp.experts.w_{name}" for name in ("gate", "up", "down")
+    }
+    assert forms["layers.1.mlp.experts.w_gate"].scales == 7168 // 32
+    assert forms["layers.1.mlp.experts.w_down"].scales == 2048 // 32
+
+
+@pytest.mark.parametrize(
+    "family, size, quantization",
+    [
+        ("qwen3", "qwen3-8b", "awq"),
+        ("qwen3", "qwen3-32b", "awq"),
+        ("qwen3", "qwen3-30b-a3b", "gptq"),
+        ("qwen3", "qwen3-235b-a22b", "gptq"),
+        ("llama3", "llama3.1-70b", "gptq"),
+        ("llama3", "llama3.1-405b", "fbgemm"),
+    ],
+)
+def test_published_sizes_can_be_split_as_they_are_without_quantisation(family, size, quantization):
+    """Groups of 128 are cut to groups of 32 at the least."""
+    made = {
+        "awq": dict(bits=4, group_size=128, quant_method="awq", version="gemm", zero_point=True),
+        "gptq": dict(bits=4, group_size=128, quant_method="gptq", sym=True, desc_act=False),
+        "fbgemm": dict(quant_method="fbgemm_fp8", modules_to_not_convert=["lm_head"]),
+    }
+    model = model_of(family)
+    hf = published_sizes(model)[size]
+    config = model.config_from_hf(hf | dict(quantization_config=made[quantization]))
+    for shards in (Shards(tensor=8), Shards(4, 2)):
+        layout = declare(model, config, shards)[0]
+        check_divides(layout, shards)
+        packed = [w for w in by_path(layout).values() if isinstance(w.published, Packed)]
+        assert packed
+        if quantization != "fbgemm":
+            assert all(w.shape[-1] / w.published.scales >= 32 for w in packed)
+
+
+# ---- what is refused
+
+
+def config_of(variant: str, family: str = "llama3") -> dict[str, Any]:
+    return json.loads(json.dumps(hf_config(family, variant)))
+
+
+def changed(variant: str, family: str = "llama3", **changes: Any) -> dict[str, Any]:
+    """Returns the config.json of a variant with changes in `quantization_config`. A `__` in a name
+    leads into `config_groups`."""
+    hf = config_of(variant, family)
+    quantization = hf["quantization_config"]
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        at = quantization["config_groups"]["group_0"] if path else quantization
+        for word in path[1:]:
+            at = at[word]
+        if value is ABSENT:
+            del at[last]
+        else:
+            at[last] = value
+    return hf
+
+
+ABSENT = object()
+STATIC = dict(dynamic=False, num_bits=8, type="float", strategy="tensor")
+WRONG = [
+    ("packed_awq", dict(bits=8), "quantization_config.bits=8"),
+    ("packed_awq", dict(bits=ABSENT), "no quantization_config.bits"),
+    ("packed_awq", dict(version="gemv"), "quantization_config.version='gemv'"),
+    ("packed_awq", dict(zero_point=False), "quantization_config.zero_point=False"),
+    ("packed_awq", dict(group_size=12), "quantization_config.group_size=12"),
+    ("packed_awq", dict(group_size="16"), "quantization_config.group_size='16'"),
+    ("packed_awq", dict(group_size=ABSENT), "no quantization_config.group_size"),
+    ("packed_awq", dict(modules_to_not_convert="x"), "modules_to_not_convert='x'"),
+    ("packed_awq", dict(act_order=True), "quantization_config.act_order=True"),
+    ("packed_awq", dict(quant_method="aqlm"), "quantization_config.quant_method='aqlm'"),
+    ("packed_awq", dict(quant_method=["awq"]), "quantization_config.quant_method=['awq']"),
+    ("packed_gptq", dict(bits=3), "quantization_config.bits=3"),
+    ("packed_gptq", dict(desc_act=True), "quantization_config.desc_act=True"),
+    ("packed_gptq", dict(sym=None), "quantization_config.sym=None"),
+    ("packed_gptq", dict(checkpoint_format="marlin"), "checkpoint_format='marlin'"),
+    ("packed_gptq", dict(lm_head=True), "quantization_config.lm_head=True"),
+    ("packed_gptq", dict(dynamic={"-:.*gate": {}}), "quantization_config.dynamic="),
+    ("packed_gptq", dict(pack_dtype="int8"), "quantization_config.pack_dtype='int8'"),
+    ("packed_gptq", dict(is_marlin_format=True), "is_marlin_format=True"),
+    ("packed_w4a16", dict(format="marlin-24"), "quantization_config.format='marlin-24'"),
+    ("packed_w4a16", dict(quantization_status="frozen"), "quantization_status='frozen'"),
+    ("packed_w4a16", dict(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme="),
+    ("packed_w4a16", dict(sparsity_config={"format": "x"}), "sparsity_config="),
+    ("packed_w4a16", dict(ignore="lm_head"), "quantization_config.ignore='lm_head'"),
+    ("packed_w4a16", dict(ignore=["re:("]), "'re:(' is not a regular expression"),
+    ("packed_w4a16", dict(config_groups={}), "quantization_config.config_groups={}"),
+    ("packed_w4a16", dict(g__output_activations={}), "group_0.output_activations={}"),
+    ("packed_w4a16", dict(g__input_activations=STATIC), "group_0.input_activations="),
+    ("packed_w4a16", dict(g__weights=None), "group_0.weights=None"),
+    ("packed_w4a16", dict(g__weights__actorder="group"), "weights.actorder='group'"),
+    ("packed_w4a16", dict(g__weights__num_bits=2), "weights.num_bits=2"),
+    ("packed_w4a16", dict(g__weights__type="float"), "weights.type='float'"),
+    ("packed_w4a16", dict(g__weights__strategy="block"), "weights.strategy='block'"),
+    ("packed_w4a16", dict(g__weights__dynamic=True), "weights.dynamic=True"),
+    ("packed_w4a16", dict(g__weights__group_size=None), "weights.group_size=None"),
+    ("packed_w4a16", dict(g__weights__symmetric=ABSENT), "weights.symmetric"),
+    ("packed_w4a16", dict(g__weights__other=1), "weights.other=1"),
+    ("packed_w8a16", dict(g__weights__num_bits=4), "weights.num_bits=4"),
+    ("packed_fbgemm", dict(weight_dtype="x"), "quantization_config.weight_dtype='x'"),
+]
+
+
+@pytest.mark.parametrize("variant, changes, named", WRONG)
+def test_what_is_not_implemented_is_refused_by_name(variant, changes, named):
+    family = "qwen3" if variant == "packed_awq" else "llama3"
+    hf = changed(variant, family, **changes)
+    message = refused(ValueError, named, model_of(family).config_from_hf, hf)
+    assert message.startswith("config.json") and len(message) < 400
+
+
+def test_two_groups_and_other_objects_are_refused():
+    hf = changed("packed_w4a16")
+    hf["quantization_config"]["config_groups"]["group_1"] = {}
+    refused(ValueError, "must be one group", read_packing, hf)
+    refused(ValueError, "must be an object", read_packing, dict(quantization_config=[]))
+
+
+def loaded(directory, hf, family="llama3"):
+    model = model_of(family)
+    return load_weights(directory, model, model.config_from_hf(hf), make_mesh(), np.float32)
+
+
+def rewritten(tmp_path, variant, change, family="llama3"):
+    tensors = tensors_of(family, variant)
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+GATE = "model.layers.0.mlp.gate_proj"
+
+
+def test_rows_in_another_order_are_refused(tmp_path):
+    """With act-order, g_idx is no sequence of neighbours, whatever config.json says."""
+
+    def change(tensors):
+        tensors[f"{GATE}.g_idx"] = tensors[f"{GATE}.g_idx"][::-1].copy()
+
+    directory = rewritten(tmp_path, "packed_gptq", change)
+    refused(ValueError, f"{GATE}.g_idx holds", loaded, directory, config_of("packed_gptq"))
+
+
+def test_zero_points_in_a_file_that_is_called_symmetric_are_refused(tmp_path):
+    def change(tensors):
+        tensors[f"{GATE}.qzeros"][1, 2] += 1
+
+    directory = rewritten(tmp_path, "packed_gptq_int8", change, "qwen3")
+    hf = config_of("packed_gptq_int8", "qwen3")
+    refused(ValueError, f"{GATE}.qzeros holds", loaded, directory, hf, "qwen3")
+
+
+def test_another_shape_than_that_of_the_words_is_refused(tmp_path):
+    def change(tensors):
+        tensors[f"{GATE}.weight_shape"] += 1
+
+    directory = rewritten(tmp_path, "packed_w4a16", change)
+    refused(ValueError, f"{GATE}.weight_shape holds", loaded, directory, config_of("packed_w4a16"))
+
+
+def test_a_file_that_holds_other_tensors_than_config_json_says_is_refused(tmp_path):
+    """A plain file, one whose ignore list lacks a matrix, and one that ignores too much."""
+    hf = config_of("packed_w4a16")
+    directory = FIXTURES / "llama3" / "packed_w4a16"
+    for ignore in ([], ["lm_head"], ["lm_head", "re:.*"]):
+        hf["quantization_config"]["ignore"] = ignore
+        with pytest.raises(ValueError, match=r"weight_packed|no file has"):
+            loaded(directory, hf)
+    del hf["quantization_config"]
+    with pytest.raises(ValueError, match="weight_packed is not a weight of this model"):
+        loaded(directory, hf)
+
+
+def test_experts_that_are_quantised_in_part_are_refused():
+    hf = config_of("packed_thinking", "kimi_k2")
+    hf["quantization_config"]["ignore"].append("re:.*experts.3.up_proj")
+    directory = FIXTURES / "kimi_k2" / "packed_thinking"
+    refused(ValueError, "quantises only some of", loaded, directory, hf, "kimi_k2")
+
+
+def test_a_file_cut_in_the_words_is_refused(tmp_path):
+    shutil.copytree(FIXTURES / "qwen3" / "packed_awq", tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model-00001-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    refused(
+        ValueError,
+        "incomplete download",
+        loaded,
+        tmp_path,
+        config_of("packed_awq", "qwen3"),
+        "qwen3",
+    )
+
+
+def test_groups_that_a_mesh_would_cut_too_small_are_refused():
+    model = model_of("qwen3")
+    config = model.config_from_hf(hf_config("qwen3", "packed_gptq_moe"))
+    refused(ValueError, "cannot be split over 8", declare, model, config, Shards(tensor=8))
+    hf = hf_config("qwen3", "packed_gptq_moe") | dict(moe_intermediate_size=40)
+    refused(ValueError, "not whole groups of 16", declare, model, model.config_from_hf(hf))
