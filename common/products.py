@@ -20,7 +20,6 @@ from common.quant import (
     dequantize_groups,
     out_features,
     quantize_rows,
-    zero_sums,
 )
 
 Array = jax.Array
@@ -88,7 +87,10 @@ def has_matrix_unit() -> bool:
 
 
 def upcast_product(x: Array, values: Array) -> Array:
-    # XLA fuses the cast into the product, so no wide copy of the weight is in memory.
+    # XLA fuses the cast into the product, so no wide copy of the weight is in memory. On TPU it
+    # fuses that of 8-bit floats only by way of float32.
+    if values.dtype != jnp.int8:
+        values = values.astype(jnp.float32)
     return product(x, values.astype(x.dtype))
 
 
@@ -119,14 +121,10 @@ def grouped_product(x: Array, w: Grouped, out_dtype: DTypeLike) -> Array:
 
     def kernel(x: Array, w: Grouped) -> Array:
         whole: Any = np.full(1, len(x), np.int32)  # known, so that no program computes it
-        kind = out_dtype if w.zero is None else jnp.float32
-        y = ragged_dot_tpu(x, stack_of_one(w), whole, None, out_dtype=kind)
-        if w.zero is not None:
-            y = (y - product(*zero_sums(x, w.scale, w.zero), contract=0)).astype(out_dtype)
-        return y
+        return ragged_dot_tpu(x, stack_of_one(w), whole, None, out_dtype=out_dtype)
 
     def stack_of_one(w: Grouped) -> Grouped:
-        return Grouped(w.values[None], w.scale[None])
+        return jax.tree.map(lambda a: a[None], w)
 
     forms: dict[str, Any] = dict(cpu=by_number) if len(x) <= FEW_ROWS else {}
     if unsupported(x, stack_of_one(w)) is None:

@@ -293,8 +293,12 @@ def dequantize_rows(w: Rowwise) -> Array:
 def zero_sums(x: Array, scale: Array, zero: Array) -> tuple[Array, Array]:
     """What zero points subtract from x [rows, in] times a matrix is the product of two small
     arrays: the sums of x over each group [rows, groups], and zero * scale [.., groups, out]."""
-    sums = x.astype(jnp.float32).reshape(len(x), scale.shape[-2], -1).sum(-1)
-    return sums, zero * scale.astype(jnp.float32)
+    groups = scale.shape[-2]
+    # A product with ones and zeros, because sums along parts of rows are slow on TPU: compiled for
+    # v5e, 100,000 cycles for 512 rows of 5,120 bfloat16 numbers, and the product 5,400.
+    mine = jnp.arange(x.shape[1])[:, None] // (x.shape[1] // groups) == jnp.arange(groups)
+    exact = dict(precision="highest", preferred_element_type=jnp.float32)
+    return jnp.dot(x, mine.astype(x.dtype), **exact), zero * scale.astype(jnp.float32)
 
 
 def e2m1(code: Array) -> Array:

@@ -5,9 +5,10 @@
     python tools/topologies.py shapes    # adds the figures that follow from shapes alone
     python tools/topologies.py write     # writes the page and the picture
 
-It compiles every published size, as stored, in bfloat16 and in int8, on the smallest TPU slice and
-on the fewest H100s that hold it, and the steps that other implementations published. All layers are
-compiled. The rows of GPUs need pip install -e '.[hopper]' in place of libtpu.
+It compiles every published size, as stored, in bfloat16 and in int8, some sizes also in 4 bits, on
+the smallest TPU slice and on the fewest H100s that hold it, and the steps that other
+implementations published. All layers are compiled. The rows of GPUs need pip install -e '.[hopper]'
+in place of libtpu.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from common.loading.shape import model_dtype  # noqa: E402
 from common.machines.chips import CHIPS, devices_of  # noqa: E402
 from common.machines.dryrun import Plan, compile_step, place, products_and_unread  # noqa: E402
 from common.machines.mesh_choice import USABLE, best_axes, load_of, loads, step_seconds  # noqa: E402
-from common.quant import INT8  # noqa: E402
+from common.quant import storage_named  # noqa: E402
 from common.sharding import axes_of, make_mesh  # noqa: E402
 
 DATA = ROOT / "docs" / "topologies.json"
@@ -45,6 +46,9 @@ TPUS = {"v5e:1x1": 1, "v5e:2x2": 4, "v5e:2x4": 8, "v5e:4x4": 16, "v5e:4x8": 32, 
 TPUS |= {"v6e:8x8": 64}
 ONE = dict(data=1, expert=1, tensor=1)
 GPUS = {f"h100:{n}": n for n in (1, 2, 4, 8)}
+# Sizes that are compiled in 4 bits too.
+IN_4_BITS = ["llama3.1-70b", "qwen3-235b-a22b", "gpt-oss-120b", "llama-4-scout", "deepseek-r1"]
+IN_4_BITS += ["kimi-k2-instruct"]
 ON_GPUS = ["gpt2-xl", "llama3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"]
 # Sizes of the same shape as another. The fp8 files of Qwen3 are left out too.
 ALIKE = {"deepseek-v3": "deepseek-r1", "kimi-k2-instruct-0905": "kimi-k2-instruct"}
@@ -55,7 +59,7 @@ class Row(NamedTuple):
 
     family: str
     size: str
-    storage: str  # "as stored", "bf16" or "int8"
+    storage: str  # "as stored", "bf16", "int8" or "int4"
     topology: str
     slots: int = SLOTS
     capacity: int = CAPACITY
@@ -80,10 +84,10 @@ def plan_of(row: Row) -> Plan:
     capacity = min(row.capacity, config.max_position_embeddings)
     stored = config_of(row.family, row.size, row.storage)
     dtype = model_dtype(stored, None, None if row.storage == "as stored" else "bfloat16")
-    int8 = row.storage == "int8"
-    cache = jnp.dtype(row.kv or ("int8" if int8 else dtype))
+    quant = row.storage if row.storage in ("int8", "int4") else None
+    cache = jnp.dtype(row.kv or ("int8" if quant else dtype))
     plan = Plan(module, config, row.size, row.slots, capacity, dtype=dtype, cache_dtype=cache)
-    return plan._replace(storage=INT8 if int8 else None)
+    return plan._replace(storage=storage_named(quant))
 
 
 def use(plan: Plan) -> dict[str, Any]:
@@ -109,7 +113,8 @@ def fits(plan: Plan, topology: str, devices: int) -> bool:
 def storages(family: str, size: str) -> list[str]:
     stored = config_of(family, size, "as stored")
     others = "quantization_config" in stored or stored.get("torch_dtype") == "float32"
-    return ["as stored", "bf16", "int8"] if others else ["bf16", "int8"]
+    found = ["as stored", "bf16", "int8"] if others else ["bf16", "int8"]
+    return [*found, "int4"] if size in IN_4_BITS else found
 
 
 def sizes() -> Iterator[tuple[str, str]]:
@@ -169,7 +174,7 @@ def command(row: Row, config: str) -> list[str]:
     words = [sys.executable, "-m", f"{row.family}.main", "--ckpt", config, "--json"]
     words += ["--dry-run", row.topology, "--slots", str(row.slots)]
     words += ["--max-len", str(plan.capacity), "--dtype", str(plan.dtype)]
-    words += ["--quant", "int8"] if plan.storage else []
+    words += ["--quant", row.storage] if plan.storage else []
     words += ["--kv-quant", "int8"] if plan.cache_dtype == jnp.int8 else []
     return [*words, "--mesh", row.mesh] if row.mesh else words
 
@@ -266,7 +271,7 @@ def shape_cells() -> dict[str, dict[str, list[Any]]]:
     """Returns the first storage that fits, and its floor, for each size and topology."""
     found: dict[str, dict[str, list[Any]]] = {}
     for family, size in sizes():
-        plans = {x: plan_of(Row(family, size, x, "")) for x in ("as stored", "int8")}
+        plans = {x: plan_of(Row(family, size, x, "")) for x in ("as stored", "int8", "int4")}
         cells = found.setdefault(size, {})
         for topology, devices in (TPUS | GPUS).items():
             for storage, plan in plans.items():
@@ -403,7 +408,7 @@ STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #1f2328 }
   .head { font-weight: 600 } .value { text-anchor: middle }
   .small { font-size: 11px; fill: #59636e }
-  rect { rx: 3px } .yes { fill: #2da44e } .int8 { fill: #0969da }
+  rect { rx: 3px } .yes { fill: #2da44e } .int8 { fill: #0969da } .int4 { fill: #bf8700 }
   .no { fill: #8c959f; fill-opacity: 0.15 }
   @media (prefers-color-scheme: dark) { text { fill: #f0f6fc } .small { fill: #9198a1 } }
 """
@@ -415,7 +420,8 @@ def number(ms: float) -> str:
 
 
 def picture(data: dict[str, Any]) -> str:
-    """Draws a cell for each size and slice: green as stored, blue in int8, stronger if faster."""
+    """Draws a cell for each size and slice: green as stored, blue in int8, amber in 4 bits, and
+    stronger if faster."""
     topologies = [*TPUS, *GPUS]
     cells = data["shapes"]
     wide = LEFT + WIDTH * len(topologies) + 8
@@ -439,7 +445,7 @@ def picture(data: dict[str, Any]) -> str:
         out.append(f'<text x="8" y="{y + 15}">{size}</text>')
         for i, topology in enumerate(topologies):
             storage, ms = fitting.get(topology, ("", 0.0))
-            kind = {"as stored": "yes", "int8": "int8"}.get(storage, "no")
+            kind = {"as stored": "yes", "": "no"}.get(storage, storage)
             strength = f"{max(0.2, min(0.75, 0.75 - 0.2 * math.log10(max(ms, 0.3) / 0.3))):.2f}"
             fill = f' fill-opacity="{strength}"' if ms else ""
             x = LEFT + WIDTH * i
@@ -449,9 +455,8 @@ def picture(data: dict[str, Any]) -> str:
                 middle = x + WIDTH // 2
                 out.append(f'<text class="value" x="{middle}" y="{y + 15}">{number(ms)}</text>')
     y = high - 26
-    for i, (kind, text) in enumerate(
-        [("yes", "weights as stored"), ("int8", "only in int8"), ("no", "does not fit")]
-    ):
+    legend = dict(yes="weights as stored", int8="only in int8", int4="only in 4 bits")
+    for i, (kind, text) in enumerate((legend | dict(no="does not fit")).items()):
         x = 8 + 170 * i
         out.append(f'<rect class="{kind}" x="{x}" y="{y}" width="16" height="14"/>')
         out.append(f'<text x="{x + 22}" y="{y + 12}">{text}</text>')

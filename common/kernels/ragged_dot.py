@@ -38,7 +38,6 @@ from common.quant import (
     dequantize_mxfp4,
     is_stored,
     out_features,
-    zero_sums,
 )
 
 Array = jax.Array
@@ -88,11 +87,10 @@ def ragged_dot(
         from common.kernels import ragged_dot_gpu as gpu
         from common.kernels import ragged_dot_tpu as tpu
 
-        on_tpu = partial(_without_zero, tpu.ragged_dot_tpu, out_dtype=dtype)
+        on_tpu = partial(tpu.ragged_dot_tpu, out_dtype=dtype)
         on_gpu = partial(gpu.ragged_dot_gpu, out_dtype=dtype)
-        same = w_EOI._replace(zero=None) if isinstance(w_EOI, Grouped) else w_EOI
         return dict(
-            tpu=Kernel("tpu", on_tpu, tpu.unsupported(x_MI, same)),
+            tpu=Kernel("tpu", on_tpu, tpu.unsupported(x_MI, w_EOI)),
             gpu=Kernel("cuda", on_gpu, gpu.unsupported(x_MI, w_EOI)),
         )
 
@@ -100,28 +98,6 @@ def ragged_dot(
     operands = jax.tree.map(jnp.asarray, (x_MI, w_EOI, group_sizes_E, bias_EO))  # from NumPy, too
     y_MO: Array = multiply(*operands)
     return y_MO
-
-
-def _without_zero(
-    kernel: Any,
-    x_MI: Array,
-    w_EOI: Matrix,
-    group_sizes_E: Array,
-    bias_EO: Array | None,
-    *,
-    out_dtype: Any,
-    **options: Any,
-) -> Array:
-    """Runs a kernel that knows no zero points. What they subtract is a small product more."""
-    kernel = partial(kernel, **options)
-    if not isinstance(w_EOI, Grouped) or w_EOI.zero is None:
-        y_MO: Array = kernel(x_MI, w_EOI, group_sizes_E, bias_EO, out_dtype=out_dtype)
-        return y_MO
-    sums_MG, zero_EGO = zero_sums(x_MI, w_EOI.scale, w_EOI.zero)
-    small = partial(kernel, group_sizes_E=group_sizes_E, out_dtype=jnp.float32)
-    y_MO = small(x_MI, w_EOI._replace(zero=None), bias_EO=bias_EO)
-    less_MO: Array = small(sums_MG, zero_EGO.swapaxes(1, 2), bias_EO=None)
-    return (y_MO - less_MO).astype(out_dtype)
 
 
 def row_major(sharding: Sharding, axes: int = 3) -> Format:

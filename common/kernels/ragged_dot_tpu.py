@@ -51,6 +51,7 @@ from common.quant import (
     e2m1,
     e8m0,
     out_features,
+    zero_sums,
 )
 
 Array = jax.Array
@@ -162,9 +163,13 @@ def _upcast_first(w_EOI: Matrix, dtype: Any, rows: int, M: int) -> bool:
     return bool(jax.tree.leaves(w_EOI)[0].dtype != dtype) and not inline
 
 
+def _without_zero(w_EOI: Matrix) -> Matrix:
+    return w_EOI._replace(zero=None) if isinstance(w_EOI, Grouped) else w_EOI
+
+
 def unsupported(x_MI: Array, w_EOI: Matrix) -> str | None:
     """Says in one sentence why the kernel does not take these arrays; None if it does."""
-    dtype = _compute_dtype(x_MI, w_EOI)
+    w_EOI, dtype = _without_zero(w_EOI), _compute_dtype(x_MI, w_EOI)
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"the TPU kernel of ragged_dot multiplies in float32 or bfloat16, not {dtype}"
     if isinstance(w_EOI, Grouped) and (group := _group(w_EOI)) not in GROUPS and group % LANES:
@@ -336,6 +341,18 @@ def _spread(power: Array, first: int, shape: tuple[int, int]) -> Array:
 # ---- the call
 
 
+def _zero_points(
+    kernel: Callable[..., Array], x_MI: Array, scale: Array, zero: Array, group_sizes_E: Array
+) -> Array:
+    """Returns what the zero points of `Grouped` subtract: float32 [M, O]. It is a small ragged dot;
+    for a single matrix, which would have too few columns to fill a row of memory, a product."""
+    sums_MG, w_EGO = zero_sums(x_MI, scale, zero)
+    if len(zero) > 1:
+        return kernel(sums_MG, w_EGO.swapaxes(1, 2), group_sizes_E, None)
+    mine = jnp.arange(len(x_MI))[:, None] < group_sizes_E[0]
+    return _multiply(jnp.where(mine, sums_MG, 0), w_EGO[0], 0)
+
+
 on_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
 
 
@@ -378,6 +395,11 @@ def ragged_dot_tpu(
     interpret: Any = False,
 ) -> Array:
     """Computes `ragged_dot` on TPU."""
+    if isinstance(w_EOI, Grouped) and w_EOI.zero is not None:
+        kernel = partial(ragged_dot_tpu, out_dtype=jnp.float32, interpret=interpret)
+        plain_MO = kernel(x_MI, _without_zero(w_EOI), group_sizes_E, bias_EO)
+        less_MO = _zero_points(kernel, x_MI, w_EOI.scale, w_EOI.zero, group_sizes_E)
+        return (plain_MO - less_MO).astype(out_dtype)
     (M, n_in), E, n_out = x_MI.shape, len(group_sizes_E), out_features(w_EOI)
     dtype, planes = _compute_dtype(x_MI, w_EOI), _planes(w_EOI)
     sizes = tile_sizes(x_MI, w_EOI, dtype, out_dtype)

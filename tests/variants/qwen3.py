@@ -184,7 +184,7 @@ VARIANTS = {
         ),
         dtype=torch.float16,
         hub=True,
-        packing=Packing(awq(16), projections),
+        packing=Packing(awq(32), projections),
     ),
     "packed_awq_moe": Variant(
         22,
