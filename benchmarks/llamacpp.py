@@ -9,7 +9,9 @@ gguf, torch and transformers.
 
 import ctypes
 import json
+import math
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +24,33 @@ from benchmarks.worker import PROMPT, Task, cores, peak_memory, prompt_ids
 ARCHITECTURES = dict(llama="llama", qwen3="qwen3", qwen3_moe="qwen3moe", gpt2="gpt2")
 TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}  # llama.cpp's names of these types
 READ_AT_ONCE = 512  # prompt tokens per call: llama.cpp's default
+QUANTISED = ("Q8_0", "Q4_0", "Q4_K_M")  # what people use of its types
+
+
+def perplexities(file: Path, windows: np.ndarray) -> Iterator[tuple[str, float]]:
+    """Yields the name and the perplexity of each type of QUANTISED, over windows [n, T] of which
+    the first token is not scored. llama.cpp quantises `file`, a GGUF file in float32."""
+    import llama_cpp
+
+    for name in QUANTISED:
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / f"{name}.gguf"
+            options = llama_cpp.llama_model_quantize_default_params()
+            options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}")
+            paths = str(file).encode(), str(made).encode()
+            if llama_cpp.llama_model_quantize(*paths, ctypes.byref(options)):
+                raise ValueError(f"llama.cpp cannot quantise {file} to {name}")
+            size = dict(n_ctx=windows.shape[1], n_batch=windows.shape[1], n_ubatch=windows.shape[1])
+            llm = llama_cpp.Llama(str(made), **size, logits_all=True, verbose=False)
+            total = 0.0
+            for window in windows:
+                llm.reset()
+                llm.eval(window.tolist())
+                scores = np.asarray(llm.scores[: len(window) - 1], np.float64)
+                chosen = np.take_along_axis(scores, window[1:, None], 1)[:, 0]
+                largest = scores.max(1)
+                total += (largest + np.log(np.exp(scores - largest[:, None]).sum(1)) - chosen).sum()
+            yield name, math.exp(total / (windows.shape[0] * (windows.shape[1] - 1)))
 
 
 def write_gguf(spec: dict[str, Any], file: Path) -> None:

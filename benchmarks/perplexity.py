@@ -1,6 +1,9 @@
 """Measures a text's perplexity in each precision of the command line, to show what each one costs.
 
-    python -m benchmarks.perplexity --ckpt DIR --text FILE
+    python -m benchmarks.perplexity --ckpt DIR --text FILE [--against FILE.gguf]
+
+--against takes the same weights as a float32 GGUF file, and adds llama.cpp's own types of 8 and 4
+bits. It needs the package llama-cpp-python.
 
 The text is cut into windows that are read independently, so the first token of each is not scored.
 All products and all reads of the cache are those that generation uses.
@@ -11,7 +14,7 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,6 +91,17 @@ def perplexity(args: argparse.Namespace, precision: Precision) -> tuple[float, i
     return math.exp(total / scored), scored, time.perf_counter() - began
 
 
+def against(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """Yields the perplexities of llama.cpp's types."""
+    if args.against is None:
+        return
+    from benchmarks.llamacpp import perplexities
+
+    model = open_model(importlib.import_module(f"{args.model}.model"), args.ckpt)
+    text = args.text.read_text(encoding="utf-8")
+    yield from perplexities(args.against, read_windows(model, text, args.tokens, args.window))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     ap = argparse.ArgumentParser(prog="python -m benchmarks.perplexity", description=__doc__)
     ap.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -96,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("--tokens", type=int, default=8192, metavar="N", help="read at most N tokens")
     ap.add_argument("--window", type=int, default=512, metavar="T", help="tokens of context")
     ap.add_argument("--batch", type=int, default=2, metavar="B", help="windows read together")
+    ap.add_argument("--against", type=Path, metavar="FILE", help="a GGUF file for llama.cpp")
     ap.add_argument("--model", default="llama3", help="the model's package")
     args = ap.parse_args(argv)
     try:
@@ -106,15 +121,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         for precision in PRECISIONS:
             sys.stderr.write(f"{precision.name} ...\n")
             results.append(perplexity(args, precision))
+        names, values = [x.name for x in PRECISIONS], [value for value, _, _ in results]
+        for name, value in against(args):
+            names, values = [*names, f"llama.cpp, {name}"], [*values, value]
     except (ValueError, OSError) as error:
         sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
         sys.exit(2)
     name = Path(args.ckpt).name
     print(f"{name} on {args.text.name}: {results[0][1]} tokens scored, windows of {args.window}\n")
     print("| precision | perplexity | change |\n|---|---|---|")
-    for precision, (value, _, _) in zip(PRECISIONS, results, strict=True):
-        change = "" if precision is PRECISIONS[0] else f"{100 * (value / results[0][0] - 1):+.2f} %"
-        print(f"| {precision.name} | {value:.4f} | {change} |")
+    for i, (named, value) in enumerate(zip(names, values, strict=True)):
+        change = f"{100 * (value / values[0] - 1):+.2f} %" if i else ""
+        print(f"| {named} | {value:.4f} | {change} |")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,22 @@ def _moe(**sizes: Any) -> dict[str, Any]:
     return _dense(**experts) | dict(sizes)
 
 
+def _qwen2(**sizes: Any) -> dict[str, Any]:
+    return dict(
+        model_type="qwen2",
+        vocab_size=152064,
+        rms_norm_eps=1e-6,
+        rope_theta=1000000.0,
+        max_position_embeddings=32768,
+        torch_dtype="bfloat16",
+        hidden_act="silu",
+        tie_word_embeddings=False,
+        use_sliding_window=False,
+        sliding_window=131072,
+        max_window_layers=sizes["num_hidden_layers"],
+    ) | dict(sizes)
+
+
 def _fp8(config: dict[str, Any]) -> dict[str, Any]:
     quantization = dict(
         activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]
@@ -113,8 +129,42 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }
 SHAPES |= {f"{name}-fp8": _fp8(config) for name, config in SHAPES.items()}
+SHAPES |= {
+    "qwen2.5-0.5b": _qwen2(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "qwen2.5-7b": _qwen2(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    ),
+    "qwen2.5-32b": _qwen2(
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_hidden_layers=64,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+    ),
+}
+SHAPES["r1-distill-qwen-7b"] = SHAPES["qwen2.5-7b"] | dict(
+    rope_theta=10000, max_position_embeddings=131072
+)
+SHAPES["r1-distill-qwen-32b"] = SHAPES["qwen2.5-32b"] | dict(
+    rms_norm_eps=1e-5, max_position_embeddings=131072
+)
 
 SLICES = {
+    "qwen2.5-0.5b": Slice("v5e:2x2", "tensor=1"),
+    "qwen2.5-7b": Slice("v5e:2x2", "tensor=4"),
+    "qwen2.5-32b": Slice("v5e:2x4", "tensor=8", quant="int8", kv_quant="int8"),
     "qwen3-0.6b": Slice("v5e:2x2", "tensor=1"),
     "qwen3-1.7b": Slice("v5e:2x2", "tensor=1"),
     "qwen3-4b": Slice("v5e:2x2", "tensor=4"),

@@ -52,6 +52,7 @@ IN_4_BITS += ["kimi-k2-instruct"]
 ON_GPUS = ["gpt2-xl", "llama3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"]
 # Sizes of the same shape as another. The fp8 files of Qwen3 are left out too.
 ALIKE = {"deepseek-v3": "deepseek-r1", "kimi-k2-instruct-0905": "kimi-k2-instruct"}
+ALIKE |= {f"r1-distill-qwen-{size}": f"qwen2.5-{size}" for size in ("7b", "32b")}
 
 
 class Row(NamedTuple):
