@@ -31,7 +31,8 @@ from common.kernels.decode_attention_gpu import decode_attention_gpu, kernel_siz
 from common.kernels.hopper import plgpu
 from common.kernels.ragged_dot_gpu import list_tiles, ragged_dot_gpu, rows_of_tile
 from common.machines.chips import devices_of
-from common.quant import Fp8, Mxfp4, Rowwise, dequantize_fp8, dequantize_mxfp4
+from common.products import linear
+from common.quant import Fp8, Grouped, Mxfp4, Rowwise, dequantize_fp8, dequantize_mxfp4
 
 SCALES = ("k_scale_BKS", "v_scale_BKS")
 ARRAYS = ("q_BTNH", "k_BKSH", "v_BKSH", *SCALES)
@@ -517,6 +518,24 @@ def test_compiled_for_hopper_ragged_dot_spills_no_register_and_upcasts_no_matrix
     rows = rows_of_tile(M, E)
     tiles = len(list_tiles(jnp.zeros((E,), jnp.int32), M, rows).expert)
     assert temporaries < tiles * n_out * rows * 4 + (1 << 20)
+
+
+@COMPILED
+@pytest.mark.parametrize("rows, is_whole", [(8, False), (32, False), (64, True)])
+def test_compiled_for_hopper_a_product_with_groups_writes_no_matrix_out_for_few_rows(
+    rows, is_whole
+):
+    n_in, n_out, group = 3584, 8192, 64
+    place = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(hopper(), P()))
+    w = Grouped(place((n_in, n_out), jnp.int4), place((n_in // group, n_out), BF16))
+    with jax.sharding.use_abstract_mesh(hopper().abstract_mesh):
+        compiled = jax.jit(linear).lower(place((rows, n_in), BF16), w).compile()
+    text = compiled.as_text()
+    text = text[text.index("\nENTRY") :]  # the operations that are not within another
+    copies = re.findall(r"= bf16\[(?:8192,56,64|56,64,8192|3584,8192|8192,3584)\]", text)
+    assert bool(copies) == is_whole
+    sums = 4 * rows * n_out * n_in // group
+    assert compiled.memory_analysis().temp_size_in_bytes < max(sums, 2 * n_in * n_out) + (8 << 20)
 
 
 # ---- refusals

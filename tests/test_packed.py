@@ -25,7 +25,7 @@ from common.loading.shape import published_sizes
 from common.loading.stored import Words
 from common.machines.bandwidth import tree_bytes
 from common.packing import read_packing
-from common.products import linear
+from common.products import linear, product_by_group
 from common.quant import INT8, Grouped, Packed, Rowwise, dequantize_groups, int4, is_stored
 from common.sharding import Shards, make_mesh, parse_mesh
 from common.weights import by_path, check_divides, specs_like
@@ -188,6 +188,7 @@ def test_linear_subtracts_zero_points(rows):
     x = jnp.asarray(rng.normal(size=(rows, 96)), jnp.float32)
     want = np.asarray(x, np.float64) @ np.asarray(dequantize_groups(w), np.float64)
     assert_close(linear(x, w), want, atol=1e-3)
+    assert_close(product_by_group(x, w), want, atol=1e-3)  # what a GPU computes
 
 
 # ---- other storages of the same files
