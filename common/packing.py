@@ -74,7 +74,7 @@ def gptq(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
     """GPTQ, arXiv 2210.17323: 4 or 8 bits. With act-order, a group would not be neighbours."""
     needed = dict(bits=(4, 8), sym=(True, False), desc_act=False)
     version = "checkpoint_format"
-    accepted: dict[str, Any] = {version: ("gptq", "gptq_v2"), "dynamic": (None, {})}
+    accepted: dict[str, Any] = {version: ("gptq", "gptq_v2")}
     accepted |= dict(lm_head=False, pack_dtype="int32", modules_in_block_to_quantize=None)
     accepted |= dict(is_marlin_format=False)
     # How the file was made, and settings of kernels.
@@ -85,9 +85,20 @@ def gptq(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
         module_name_preceding_first_block pad_token_id static_groups tokenizer true_sequential
         use_cuda_fp16 use_exllama
     """
-    is_published_in("gptq", hf, needed, accepted, ignored=made.split())
+    is_published_in("gptq", hf, needed, accepted, ignored=["dynamic", *made.split()])
     plus = 1 if values.get(version, "gptq") == "gptq" else 0
-    return Packing("gptq", values["bits"], group_size(values), not values["sym"], plus)
+    group, zero = group_size(values), not values["sym"]
+    return Packing("gptq", values["bits"], group, zero, plus, ignored=left_out(values))
+
+
+def left_out(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The regular expressions of `dynamic`, whose modules are not quantised. They begin with "-:".
+    ValueError for others, which change settings."""
+    rules = {} if values.get("dynamic") is None else values["dynamic"]
+    if not isinstance(rules, Mapping) or not all(rule.startswith("-:") for rule in rules):
+        what = 'only rules that begin with "-:"'
+        raise ValueError(f"config.json: {WHERE}dynamic={show(rules)} is not implemented, {what}")
+    return tuple(expression(f"re:{rule[2:]}") for rule in rules)
 
 
 def compressed_tensors(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
@@ -124,7 +135,9 @@ def weight_scheme(format: str, weights: Any, where: str) -> Packing:
         raise ValueError(f"config.json: {where}={show(weights)} must be an object")
     where += "."
     is_float, strategy = format == "float-quantized", weights.get("strategy")
-    accepted: dict[str, Any] = dict(dynamic=False, actorder=None, block_structure=None)
+    # With actorder "weight", rows were quantised in another order, but stay where they were.
+    orders = (None, False, "weight", "static")
+    accepted: dict[str, Any] = dict(dynamic=False, actorder=orders, block_structure=None)
     accepted |= dict(scale_dtype=None, zp_dtype=None)
     if is_float:
         accepted |= dict(type="float", num_bits=8, strategy="channel", group_size=None)

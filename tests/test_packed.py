@@ -3,6 +3,7 @@ packed the fixtures; see packers.py. packings.py says what they mean."""
 
 import json
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from compare import assert_close, refused
 from engine import FIXTURES, hf_config, load, model_of
 from golden import assert_golden, assert_greedy, prompt_logits
 from safetensors.numpy import load_file, save_file
+from test_config import ODD, attempt
 from test_families import MESHES
 
 from common.kernels.ragged_dot import ragged_dot
@@ -286,6 +288,30 @@ def test_published_sizes_can_be_split_as_they_are_without_quantisation(family, s
             assert all(w.shape[-1] / w.published.scales >= 32 for w in packed)
 
 
+def test_modules_that_gptq_leaves_out_are_plain():
+    hf = changed("packed_gptq", dynamic={r"-:model\.layers\.1\.mlp": {}})
+    model = model_of("llama3")
+    layout = by_path(declare(model, model.config_from_hf(hf))[0])
+    assert layout["layers.1.w_up"].published is None
+    assert isinstance(layout["layers.0.w_up"].published, Packed)
+    assert isinstance(layout["layers.1.wq"].published, Packed)
+
+
+@pytest.mark.parametrize("order", ["weight", "static", False])
+def test_an_order_of_quantisation_that_the_files_do_not_show_changes_nothing(order):
+    read = model_of("llama3").config_from_hf
+    hf = changed("packed_w4a16", g__weights__actorder=order)
+    assert read(hf) == read(config_of("packed_w4a16"))
+
+
+def test_experts_of_which_a_half_is_quantised_are_refused():
+    """Gate and up become one matrix."""
+    hf = changed("packed_maverick", "llama4")
+    hf["quantization_config"]["ignore"].append("re:.*experts.*up_proj")
+    model = model_of("llama4")
+    refused(ValueError, "quantises only some of", declare, model, model.config_from_hf(hf))
+
+
 # ---- what is refused
 
 
@@ -329,7 +355,9 @@ WRONG = [
     ("packed_gptq", dict(sym=None), "quantization_config.sym=None"),
     ("packed_gptq", dict(checkpoint_format="marlin"), "checkpoint_format='marlin'"),
     ("packed_gptq", dict(lm_head=True), "quantization_config.lm_head=True"),
-    ("packed_gptq", dict(dynamic={"-:.*gate": {}}), "quantization_config.dynamic="),
+    ("packed_gptq", dict(dynamic={"-:.*gate": {}, ".*up": {"bits": 8}}), "_config.dynamic="),
+    ("packed_gptq", dict(dynamic=["-:.*gate"]), "quantization_config.dynamic="),
+    ("packed_gptq", dict(dynamic={"-:(": {}}), "is not a regular expression"),
     ("packed_gptq", dict(pack_dtype="int8"), "quantization_config.pack_dtype='int8'"),
     ("packed_gptq", dict(is_marlin_format=True), "is_marlin_format=True"),
     ("packed_w4a16", dict(format="marlin-24"), "quantization_config.format='marlin-24'"),
@@ -361,6 +389,29 @@ def test_what_is_not_implemented_is_refused_by_name(variant, changes, named):
     hf = changed(variant, family, **changes)
     message = refused(ValueError, named, model_of(family).config_from_hf, hf)
     assert message.startswith("config.json") and len(message) < 400
+
+
+def everywhere(part: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields every object within an object, with each of its keys and with one that is new."""
+    for key in [*part, "anything", "a\nb"]:
+        yield part, key
+    for value in list(part.values()):
+        if isinstance(value, dict):
+            yield from everywhere(value)
+
+
+@pytest.mark.parametrize("family, variant", VARIANTS)
+def test_any_value_of_any_setting_is_read_or_refused_in_one_line(family, variant):
+    hf = config_of(variant, family)
+    for part, key in everywhere(hf["quantization_config"]):
+        was = part.get(key, ABSENT)
+        for value in ODD:
+            part[key] = value
+            attempt(family, hf)
+        del part[key]
+        if was is not ABSENT:
+            attempt(family, hf)
+            part[key] = was
 
 
 def test_two_groups_and_other_objects_are_refused():

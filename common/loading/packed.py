@@ -89,7 +89,7 @@ def declare(module: Any, config: Any, shards: Shards = UNSPLIT) -> tuple[Any, Ta
         name = fill(name, [*numbers, *"*" * name.count("*")])
         if is_packed(packing, path, weight, name):
             width = whole[path].shape[-1]
-            order = None if is_published_order(transform, width) else transform
+            order = None if is_published_order(transform) else transform
             if isinstance(order, Axes):
                 raise ValueError(f"config.json: {name} cannot be quantised in this family")
             scales, of_groups = group_order(packing, weight, width, order, shards)
@@ -116,7 +116,8 @@ def is_packed(packing: Packing, path: str, weight: Weight, name: str) -> bool:
         return False
     experts = range(weight.shape[0]) if "*" in name else range(1)
     module = name.removesuffix(".weight")
-    found = {holds(packing, fill(module, [str(e)])) for e in experts}
+    halves = [module.replace(".gate_up_", x) for x in (".gate_", ".up_")]
+    found = {holds(packing, fill(half, [str(e)])) for half in halves for e in experts}
     if len(found) > 1:
         raise ValueError(f"config.json: quantization_config quantises only some of {module}")
     if found == {True} and module == name:
@@ -129,7 +130,7 @@ def holds(packing: Packing, module: str) -> bool:
     return packing.holds(module)
 
 
-def is_published_order(transform: Transform, width: int) -> bool:
+def is_published_order(transform: Transform) -> bool:
     """Whether a transform changes nothing."""
     if not isinstance(transform, Order):
         return transform is None
