@@ -19,6 +19,7 @@ from common.kernels.ragged_dot import ragged_dot, row_major
 from common.kernels.ragged_dot_tpu import Pairs, list_pairs, ragged_dot_tpu
 from common.machines.chips import devices_of
 from common.machines.hlo import CONTROL, VIEWS, arrays, executed, parse
+from common.products import linear
 from common.quant import Fp8, Grouped, Mxfp4, Rowwise
 from common.sharding import make_mesh
 
@@ -574,6 +575,31 @@ def test_the_kernel_compiles_and_no_weight_is_copied(chip, width, M):
     assert [op.name.split(".")[0] for op in kernels] == ["ragged_dot"]
     assert compiled.memory_analysis().temp_size_in_bytes < (1 << 20) + 4 * M * (n_in + n_out)
     assert not weights_written(compiled, shapes_of(form, E, n_out, n_in))
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("E", [1, 16])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_compiled_zero_points_are_one_small_product_more(chip, E):
+    """For a single matrix XLA multiplies, and for a stack the kernel once more."""
+    M, n_out, n_in, group = 8, 768, 2048, 128
+    mesh = Mesh(np.array(devices_of(chip)[:1]), ("x",))
+    put = NamedSharding(mesh, P())
+    lead, groups = (() if E == 1 else (E,)), n_in // group
+    w = Grouped(
+        shape((*lead, n_in, n_out), jnp.int4, put),
+        shape((*lead, groups, n_out), F32, put),
+        shape((*lead, groups, n_out), jnp.int8, put),
+    )
+    args = shape((M, n_in), BF16, put), w, *([shape((E,), jnp.int32, put)] if lead else [])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        compiled = jax.jit(ragged_dot if lead else linear).lower(*args).compile()
+    kernels = [op for op in operations(compiled) if "tpu_custom_call" in op.rest]
+    assert len(kernels) == (2 if lead else 1)
+    # A stack's small matrices have 128 columns in memory, whatever the number of groups.
+    small = 4 * 128 * n_out * E if lead else 0
+    assert compiled.memory_analysis().temp_size_in_bytes < (1 << 19) + small
+    assert not weights_written(compiled, w.values)
 
 
 def test_with_experts_on_several_chips_no_weight_is_copied_either_if_laid_out_row_by_row():
