@@ -214,6 +214,7 @@ def test_whole_numbers_stay_as_they_are_published_under_any_storage():
     jax.tree.map(np.testing.assert_array_equal, want, got)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family, variant", VARIANTS)
 def test_random_weights_have_the_forms_of_loaded_ones(family, variant):
     engine = load(family, variant)
@@ -400,6 +401,7 @@ def everywhere(part: Any) -> Iterator[tuple[Any, Any]]:
             yield from everywhere(value)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family, variant", VARIANTS)
 def test_any_value_of_any_setting_is_read_or_refused_in_one_line(family, variant):
     hf = config_of(variant, family)
