@@ -90,7 +90,7 @@ VARIANTS = {
         dtype=torch.bfloat16,
         shard="20KB",
     ),
-    # Two groups of 16 in each head. The first layer's attention is not quantised.
+    # The first layer's attention is not quantised.
     "packed_w4a16": Variant(
         21,
         llama(96, 6, 2, 192, 101, 2, head_dim=32, rms_norm_eps=1e-4),
@@ -100,10 +100,10 @@ VARIANTS = {
             lambda name: projections(name) and "layers.0.self_attn" not in name,
         ),
     ),
-    # No number of rows is a multiple of 8, so zero points only half fill their last words.
+    # Keys and values have 12 rows, so their zero points only half fill the last words.
     "packed_asymmetric": Variant(
         22,
-        llama(48, 6, 2, 72, 97, 2, head_dim=12, rms_norm_eps=1e-3, tie_word_embeddings=True),
+        llama(48, 8, 1, 96, 97, 2, head_dim=12, rms_norm_eps=1e-3, tie_word_embeddings=True),
         dtype=torch.bfloat16,
         packing=Packing(
             compressed("pack-quantized", ["model.layers.1.mlp.up_proj"], 4, 8, symmetric=False),
