@@ -25,6 +25,7 @@ from common.sharding import EXPERT, TENSOR, UNSPLIT, Shards
 from common.weights import Weight, by_path, is_weight
 
 KINDS = ("matrix", "headwise", "stack")
+CHECKED = ("group", "shape")  # of the parts: what is compared with config.json, and not loaded
 # Column j of eight is in the word at this place, counted in steps of four bits.
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -32,7 +33,7 @@ AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 class Part(NamedTuple):
     """A tensor that a file holds for a matrix."""
 
-    field: str  # of the form in which the matrix is stored
+    field: str  # of the form in which the matrix is stored, or one of CHECKED
     packed: int | None = None  # the axis along which several numbers share a word
 
 
@@ -116,13 +117,18 @@ def is_packed(packing: Packing, path: str, weight: Weight, name: str) -> bool:
         return False
     experts = range(weight.shape[0]) if "*" in name else range(1)
     module = name.removesuffix(".weight")
-    halves = [module.replace(".gate_up_", x) for x in (".gate_", ".up_")]
-    found = {holds(packing, fill(half, [str(e)])) for half in halves for e in experts}
+    found = {holds(packing, fill(half, [str(e)])) for half in halves(module) for e in experts}
     if len(found) > 1:
         raise ValueError(f"config.json: quantization_config quantises only some of {module}")
-    if found == {True} and module == name:
+    joined = len(halves(module)) > 1 and not FORMATS[packing.format].rows_first
+    if found == {True} and (module == name or joined):
         raise ValueError(f"config.json: {name} is not implemented with quantization_config")
     return found == {True}
+
+
+def halves(name: str) -> list[str]:
+    """The names of the tensors that the loader joins to the one with this name."""
+    return list(dict.fromkeys(name.replace(".gate_up_", x) for x in (".gate_", ".up_")))
 
 
 @cache
@@ -171,8 +177,9 @@ def rows_of(
     of_groups: Order | None,
 ) -> Table:
     """The rows of the table for the tensors of one matrix. `order` is that of its plain form."""
-    n_in, format = shape[-1], FORMATS[packing.format]
-    group = packing.group or n_in
+    (n_out, n_in), format = shape, FORMATS[packing.format]
+    module, group = name.removesuffix("weight"), packing.group or n_in
+    parts = halves(module)
 
     def transform(field: str) -> Transform:
         """The transform of a field. A field is [in, out], except the values of Rowwise."""
@@ -190,13 +197,16 @@ def rows_of(
         if field == "group":
             return Holds(group_of_each(n_in, group))
         if field == "shape":
-            return Holds(shape)
+            return Holds((n_out // len(parts), n_in))
         if field == "zero" and not packing.zero:
             return Holds((0,))
         return f"{path}.{field}", transform(field)
 
-    module = name.removesuffix("weight")
-    return {module + end: target(part.field) for end, part in format.parts.items()}
+    return {
+        each + end: target(part.field)
+        for end, part in format.parts.items()
+        for each in (parts if part.field in CHECKED else [module])
+    }
 
 
 @cache
@@ -228,7 +238,8 @@ def unpacked(tensors: Tensors, table: Table, packing: Packing | None) -> Tensors
     found = dict(wide())
     for upper in [name for name in found if ".gate_proj." in name]:
         lower, whole = (upper.replace(".gate_", x) for x in (".up_", ".gate_up_"))
-        if lower in found and targets_of(whole, table) is not None:
+        field = format.parts.get(upper.rpartition(".")[2], Part("")).field
+        if lower in found and field not in CHECKED and targets_of(whole, table) is not None:
             first, second = found.pop(upper), found.pop(lower)
             if second._replace(file=first.file, name=first.name, offset=first.offset) != first:
                 raise ValueError(f"{lower} differs from {upper} in shape or dtype")

@@ -165,4 +165,23 @@ VARIANTS = {
             lambda name: name.removesuffix(".weight").endswith("_proj") and "self_attn" not in name,
         ),
     ),
+    # As Scout is published in w4a16: gate and up have scales and shapes of their own.
+    "packed_scout": Variant(
+        22,
+        llama4(
+            *(48, 6, 2, 8, 89, 2),
+            moe=(4, 1),
+            widths=(32, 56),
+            deviation=0.18,
+            attention_chunk_size=12,
+            floor_scale=9,
+            attn_scale=0.4,
+            rms_norm_eps=1e-4,
+        ),
+        dtype=torch.bfloat16,
+        packing=Packing(
+            compressed("pack-quantized", ["lm_head", "re:.*self_attn", "re:.*router"], 4, 8),
+            lambda name: name.removesuffix(".weight").endswith("_proj") and "self_attn" not in name,
+        ),
+    ),
 }
