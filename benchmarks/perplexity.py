@@ -116,6 +116,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if args.window < 2 or args.batch < 1:
             raise ValueError("--window must be at least 2, and --batch at least 1")
+        if args.against is not None:  # found out now, not after all other rows
+            importlib.import_module("llama_cpp")
+            args.against.open("rb").close()
         configure_jax({}, compile_cache=True, group=None)
         results = []
         for precision in PRECISIONS:
@@ -124,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         names, values = [x.name for x in PRECISIONS], [value for value, _, _ in results]
         for name, value in against(args):
             names, values = [*names, f"llama.cpp, {name}"], [*values, value]
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
         sys.exit(2)
     name = Path(args.ckpt).name
