@@ -1,6 +1,7 @@
 """The cache of a layer: keys and values (or latents) of the tokens of each slot, and the attention
 that reads them. A cache is written at positions, and never read at or past a slot's length."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,8 +13,9 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from common.kernels.decode_attention import FEW_QUERIES, ragged_decode_attention
-from common.kernels.dispatch import AUTO
+from common.kernels.dispatch import AUTO, Impl
 from common.kernels.prefill_attention import prefill_attention
+from common.kernels.softmax import attend_in_parts
 from common.kernels.visible import first_seen
 from common.quant import quantize_rows
 from common.sharding import DATA, TENSOR, P, round_up
@@ -21,7 +23,9 @@ from common.sharding import DATA, TENSOR, P, round_up
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = float(jnp.finfo(FP8).max)
 LANES = 128  # the numbers in one row of a TPU's tile
+TILE = 32  # positions in a tile of 8-bit numbers
 COPY_BLOCK = 128  # positions that are copied at once
+LATENT_PARTS = (1024, 512)  # of so many positions keys and values are made at once
 
 
 class KVCache(NamedTuple):
@@ -162,13 +166,18 @@ def scatter_rows(cache: Array, new: Array, at_B: Array) -> Array:
 
 
 def copy_tokens(cache: Array, new: Array, start_B: Array) -> Array:
-    """Writes many tokens: one contiguous copy a slot. On CPU a scatter would go token by token."""
+    """Writes many tokens: one contiguous copy a slot. On CPU a scatter would go token by token.
+
+    If possible, it rewrites whole tiles of TILE positions. A TPU would copy a whole cache of 8-bit
+    rows to smaller tiles and back, if its compiler could not see that tiles stay whole."""
     (S, *rest), T = cache.shape[2:], new.shape[2]
-    W = min(S, T)
+    tile = TILE if S % TILE == 0 else 1
+    W = min(S, round_up(T + tile - 1, tile))
+    new = jnp.pad(new, [(0, 0), (0, 0), (0, max(0, W - T)), *((0, 0) for _ in rest)])
 
     def copy(b: Array, cache: Array) -> Array:
         start = jnp.clip(start_B[b], -T, S)
-        at = jnp.clip(start, 0, S - W)
+        at = jnp.clip(start // tile, 0, (S - W) // tile) * tile
         token_W = jnp.arange(W) + at - start  # the token at each position of the window
         mine = ((token_W >= 0) & (token_W < T)).reshape(W, *(1 for _ in rest))
         window: Any = (b, 0, at, *(0 for _ in rest))
@@ -252,14 +261,60 @@ def attend_latent(
     return lax.psum_scatter(o_BTNC, TENSOR, scatter_dimension=2, tiled=True)
 
 
-def latent_rows(cache: RowCache, dtype: DTypeLike) -> Array:
-    """Gathers the rows of all positions from the devices of a `tensor` group: [B, S, W]. Positions
-    that are not filled may hold anything."""
-    rows = lax.all_gather(cache.rows[:, 0], TENSOR, axis=1, tiled=True)  # own positions -> all
+def attend_expanded(
+    q_BTNH: Array,
+    cache: RowCache,
+    expand: Callable[[Array], tuple[Array, Array]],
+    end_B: Array,
+    implementation: str = AUTO,
+    *,
+    scale: float,
+) -> Array:
+    """Causal attention of a device's own N heads over a latent cache whose positions are split over
+    `tensor`: [B, T, N, J]. expand(rows [B, P, W]) makes keys [B, N, P, H] and values [B, N, P, J]
+    of the rows of P positions.
+
+    It makes them part by part, up to the end of the longest slot: so the cost grows with what is
+    filled, and not with the capacity. The reference makes all at once, because a loop of unknown
+    length has no gradient.
+    """
+    attend = partial(prefill_attention, scale=scale, implementation=implementation)
+    S, devices = cache.rows.shape[2], lax.axis_size(TENSOR)
+    if implementation == Impl.REFERENCE:
+        parts = [latent_rows(cache, i * S, S, q_BTNH.dtype) for i in range(devices)]
+        return attend(q_BTNH, *expand(jnp.concatenate(parts, axis=1)), end_B)
+    size = next((n for n in LATENT_PARTS if S % n == 0), S)
+
+    def attend_part(i: Array) -> tuple[Array, Array]:
+        k_BNPH, v_BNPJ = expand(latent_rows(cache, i * size, size, q_BTNH.dtype))
+        return attend(q_BTNH, k_BNPH, v_BNPJ, end_B - i * size, return_lse=True)
+
+    end = jnp.clip(end_B.max(), 0, S * devices)
+    return attend_in_parts(attend_part, (end + size - 1) // size)[0]
+
+
+def latent_rows(cache: RowCache, first: ArrayLike, size: int, dtype: DTypeLike) -> Array:
+    """The rows of positions first, first + 1, ... first + size - 1, which one device of the
+    `tensor` group holds: [B, size, W] on every device. Positions that are not filled may hold
+    anything."""
+    S = cache.rows.shape[2]
+    at = first - lax.axis_index(TENSOR) * S
+
+    def read(x: Array) -> Array:
+        x = lax.dynamic_slice_in_dim(x[:, 0], at, size, axis=1)
+        return lax.psum(jnp.where((at >= 0) & (at < S), x, 0), TENSOR)  # zeros elsewhere -> all
+
+    rows = read(cache.rows)
     if cache.k_scale is None:
         return rows.astype(dtype)
-    scale_BS = lax.all_gather(cache.k_scale[:, 0], TENSOR, axis=1, tiled=True)
-    return (rows * scale_BS[..., None]).astype(dtype)
+    return (rows * read(cache.k_scale)[..., None]).astype(dtype)
+
+
+def whole_parts(capacity: int, devices: int = 1) -> int:
+    """`capacity`, rounded up so that each device holds equally many positions, and as many as make
+    whole parts (see `LATENT_PARTS`) if they are more than the smallest."""
+    each, part = -(-capacity // devices), LATENT_PARTS[-1]
+    return devices * (round_up(each, part) if each > part else each)
 
 
 # ---- moving slots

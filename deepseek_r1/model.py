@@ -47,8 +47,8 @@ FEW_QUERIES (8), these are three, in `attend_latent`:
     all-gather [t, B, T, N t]        log-sum-exps, float32
     reduce-scatter [B, T, N, C]      the merged results, in the model's dtype
 
-If T is larger, `latent_rows` all-gathers the cache, [B, S t, W] in its dtype, and the scales of an
-int8 cache, [B, S t].
+If T is larger, `attend_expanded` all-reduces the cache up to the longest slot's end, in parts of P
+positions: [B, P, W] in its dtype, and the scales of an int8 cache, [B, P].
 """
 
 import math
@@ -66,17 +66,17 @@ from jax.typing import DTypeLike
 from common.cache import (
     RowCache,
     append_latent,
+    attend_expanded,
     attend_latent,
     capacity_of,
     copy_slots,
     empty_latent,
-    latent_rows,
+    whole_parts,
 )
 from common.config import SILU, is_fp8, read_config, read_rope
 from common.experts import group_by_expert, num_experts
 from common.kernels.decode_attention import FEW_QUERIES
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
-from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Dropped, Same, Table, fp8_table
 from common.packing import Packing, read_packing
@@ -355,21 +355,24 @@ def absorbed(q: Queries, layer: Layer, cache: RowCache, step: Step, config: Conf
 
 
 def expanded(q: Queries, layer: Layer, cache: RowCache, step: Step, config: Config) -> Array:
-    """The devices of `tensor` gather the cache; each then makes keys and values for its own heads.
+    """Makes keys and values of the device's own heads, of a part of the positions at a time.
     Returns [B, T, N, J]."""
     C, U, R = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
-    rows_BSW = latent_rows(cache, q.nope.dtype)  # own positions -> those of all devices
-    B, S, _ = rows_BSW.shape
-    kv = linear(rows_BSW[..., :C], layer.wkv).reshape(B, S, -1, U + config.v_head_dim)
-    k_BNSU, v_BNSJ = jnp.split(kv.swapaxes(1, 2), [U], axis=-1)
-    k_rope = jnp.broadcast_to(rows_BSW[:, None, :, C : C + R], (*k_BNSU.shape[:3], R))
-    return prefill_attention(
+
+    def keys_and_values(rows_BSW: Array) -> tuple[Array, Array]:
+        B, S, _ = rows_BSW.shape
+        kv = linear(rows_BSW[..., :C], layer.wkv).reshape(B, S, -1, U + config.v_head_dim)
+        k_BNSU, v_BNSJ = jnp.split(kv.swapaxes(1, 2), [U], axis=-1)
+        k_rope = jnp.broadcast_to(rows_BSW[:, None, :, C : C + R], (*k_BNSU.shape[:3], R))
+        return jnp.concatenate([k_BNSU, k_rope], axis=-1), v_BNSJ
+
+    return attend_expanded(
         jnp.concatenate(q, axis=-1),
-        jnp.concatenate([k_BNSU, k_rope], axis=-1),
-        v_BNSJ,
+        cache,
+        keys_and_values,
         step.end_B,
+        step.implementation,
         scale=softmax_scale(config),
-        implementation=step.implementation,
     )
 
 
@@ -635,10 +638,10 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions, rounded up to a multiple of the `tensor` axis, with a
-    cache of `dtype`: a float, fp8 or int8."""
+    """Empty slots of `capacity` positions, rounded up by `whole_parts`, with a cache of `dtype`: a
+    float, fp8 or int8."""
     width = config.kv_lora_rank + config.qk_rope_head_dim
-    shape = (slots, round_up(capacity, shards.tensor), width)
+    shape = (slots, whole_parts(capacity, shards.tensor), width)
     return DecodeState(
         cache=tuple(empty_latent(shape, dtype) for _ in range(config.num_hidden_layers)),
         length_B=jnp.zeros(slots, jnp.int32),

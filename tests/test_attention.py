@@ -163,8 +163,9 @@ def prefill(inputs, implementation, starts=None):
     """Calls prefill_attention with the window and the chunk that `starts` of the case means."""
     arrays = dict(v_BKSH=None) | inputs.arrays
     arrays.pop("starts", None)
-    options = dict(scale=inputs.scale, v_dim=inputs.v_dim, implementation=implementation)
-    attend = functools.partial(prefill_attention, **options, **allowed(starts))
+    options = dict(scale=inputs.scale, v_dim=inputs.v_dim, return_lse=True)
+    options |= dict(implementation=implementation, **allowed(starts))
+    attend = functools.partial(prefill_attention, **options)
     return jax.jit(lambda arrays: attend(**arrays))(arrays)
 
 
@@ -178,12 +179,12 @@ def bound(case):
     return dict(atol=F32_ATOL) if case.dtype == jnp.float32 else dict(rtol=BF16_RTOL)
 
 
-def assert_lse(got, want, what=""):
+def assert_lse(got, want, what="", **bound):
     """Asserts that the log-sum-exps agree, and are -inf exactly where they should be."""
     assert got.dtype == jnp.float32 and got.shape == want.shape
-    nothing = np.isneginf(want)
+    nothing, bound = np.isneginf(want), bound or dict(atol=F32_ATOL)
     assert np.isneginf(got[nothing]).all(), f"{what}: rows that saw nothing have {got[nothing]}"
-    assert_close(np.asarray(got)[~nothing], want[~nothing], atol=F32_ATOL, what=f"{what} lse")
+    assert_close(np.asarray(got)[~nothing], want[~nothing], **bound, what=f"{what} lse")
 
 
 # ---- decode
@@ -316,10 +317,8 @@ def test_any_int32_is_a_length(attend, implementation):
     lowest, highest = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     case = Case(40, 2, 3, 3 if attend is decode else 16, S=150, starts=None)
     inputs = make(case, (lowest, lowest + 1, -1, 0, 150, 151, 170, highest))
-    o = attend(inputs, implementation)
-    if attend is decode:
-        o, lse = o
-        assert_lse(lse, inputs.lse)
+    o, lse = attend(inputs, implementation)
+    assert_lse(lse, inputs.lse)
     assert not np.asarray(o)[:4].any()
     assert_close(o, inputs.o, atol=F32_ATOL)
 
@@ -343,6 +342,9 @@ PREFILL_CASES = {  # lengths: full, ragged, empty, shorter than T, and past the 
     Case(64, 1, 4, 33, S=256, dtype=BF16, cache=BF16, starts="window", sinks=True): (
         *(33, 256, 130, 0, 20, 270),
     ),
+    # Three parts of 512 positions on TPU, of which slots fill none, one, two and all.
+    Case(40, 2, 2, 33, S=1536, sinks=True): (33, 1536, 1000, 0, 512, 520, 1600),
+    Case(64, 2, 2, 33, S=1536, cache=INT8): (33, 1025, 1024, 0, 20, 700),
     Case(40, 2, 3, 33, S=150, starts="chunk"): (33, 150, 77, 0, 20, 160, 190),
     Case(64, 1, 4, 600, S=700, starts="window and chunk", sinks=True): (600, 700, 0, 450, 740),
     Case(64, 2, 3, 33, S=256, v_dim=64, row=128, cache=INT8, starts="chunk"): (33, 256, 0, 280),
@@ -367,8 +369,9 @@ def test_prefill_attention_computes_the_formula_whatever_lies_past_the_lengths(
     case, implementation
 ):
     inputs = make(case, PREFILL_CASES[case])
-    o = np.asarray(prefill(inputs, implementation, case.starts))
+    o, lse = map(np.asarray, prefill(inputs, implementation, case.starts))
     assert o.dtype == case.dtype
+    assert_lse(lse, inputs.lse, **bound(case))
     position_BT = inputs.arrays["lengths_B"][:, None] - case.T + np.arange(case.T)
     assert not o[position_BT < 0].any() and np.isfinite(o.astype(np.float32)).all()
     assert_close(o, inputs.o, **bound(case), what=f"{case} {implementation}")
@@ -382,7 +385,7 @@ def test_splash_touches_no_block_that_every_window_or_chunk_leaves_out(starts, u
     before_BS = np.arange(S) < np.array(untouched)[:, None]
     v_BKSH = jnp.where(before_BS[:, None, :, None], jnp.nan, inputs.arrays["v_BKSH"])
     inputs = inputs._replace(arrays=inputs.arrays | dict(v_BKSH=v_BKSH))
-    assert_close(prefill(inputs, "tpu", starts), inputs.o, atol=F32_ATOL)
+    assert_close(prefill(inputs, "tpu", starts)[0], inputs.o, atol=F32_ATOL)
 
 
 # ---- the blocked implementation
@@ -595,13 +598,12 @@ def test_heads_split_over_eight_devices_give_the_same(attend, implementation):
         run,
         mesh=make_mesh(data=2, expert=2, tensor=2),
         in_specs=({x: layout[x] for x in inputs.arrays},),
-        out_specs=out if attend is prefill else (out, out),
+        out_specs=(out, out),
         check_vma=implementation != "tpu",
     )
     got = jax.jit(run)(inputs.arrays)
-    assert_close(got if attend is prefill else got[0], inputs.o, atol=F32_ATOL)
-    if attend is decode:
-        assert_lse(got[1], inputs.lse)
+    assert_close(got[0], inputs.o, atol=F32_ATOL)
+    assert_lse(got[1], inputs.lse)
 
 
 @pytest.mark.parametrize("name", ["q_BTNH", "k_BKSH", "v_BKSH", "sinks_N"])

@@ -13,7 +13,17 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from common import cache
-from common.cache import KVCache, RowCache, append_latent, attend_latent, empty_cache, empty_latent
+from common.cache import (
+    LATENT_PARTS,
+    KVCache,
+    RowCache,
+    append_latent,
+    attend_expanded,
+    attend_latent,
+    empty_cache,
+    empty_latent,
+    whole_parts,
+)
 from common.sharding import DATA, MODEL, TENSOR, P, make_mesh
 
 INT32 = np.iinfo(np.int32)
@@ -234,3 +244,56 @@ def test_one_latent_step_is_the_softmax_of_its_definition():
     p = np.exp(scores - scores.max(-1, keepdims=True))
     want = np.einsum("tns,sc->tnc", p / p.sum(-1, keepdims=True), latent[0, :, :V_DIM])
     assert_close(jax.jit(step)(layer, latent, q)[0], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("capacity, devices, positions", [
+    (100, 1, 100), (100, 8, 104), (513, 1, 1024), (2048, 8, 2048), (2049, 4, 4096), (0, 2, 0),
+])  # fmt: skip
+def test_a_device_holds_whole_parts_or_less_than_one(capacity, devices, positions):
+    assert whole_parts(capacity, devices) == positions
+
+
+def expanded(layer, q_BTNH, end_B, implementation, axes):
+    """Attends to a latent cache [B, 1, S, W] of any kind. Rows are made keys and values by matrices
+    that are random, one for each head."""
+    mesh, rng, H = make_mesh(**axes), np.random.default_rng(1), q_BTNH.shape[-1]
+    w_NCH = rng.standard_normal((q_BTNH.shape[2], C, H)).astype(np.float32) / C**0.5
+    spec, heads = P(DATA, None, TENSOR), P(DATA, None, MODEL)
+
+    def run(layer, q_BTNH, end_B, w_NCH):
+        def expand(rows_BPW):
+            k_BNPH = jnp.einsum("bpc,nch->bnph", rows_BPW[..., :C], w_NCH)
+            return k_BNPH, k_BNPH[..., :-1] + 1
+
+        return attend_expanded(q_BTNH, layer, expand, end_B, implementation, scale=1.5)
+
+    specs = spec, heads, P(DATA), P(MODEL)
+    check = implementation in ("reference", "blocked")
+    run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=check)
+    return np.asarray(jax.jit(run)(layer, q_BTNH, end_B, w_NCH))
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("implementation", ["blocked", "tpu"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8, jnp.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("longest", [-3, 5], ids="{:+}".format)
+def test_keys_and_values_made_in_parts_give_what_all_at_once_give(longest, dtype, implementation):
+    """Slots end in the first part, at the end of a part, and before or past the capacity; one is
+    empty. What lies past an end is NaN."""
+    part, T, H = LATENT_PARTS[-1], 16, 8
+    S, end_B = 6 * part, np.array([16, 600, 2 * part, 0, 6 * part + longest])
+    rng, stale = np.random.default_rng(0), np.arange(S) >= end_B[:, None]
+    q_BTNH = rng.standard_normal((5, T, N, H)).astype(np.float32)
+    if dtype == jnp.int8:
+        rows = rng.integers(-127, 128, (5, 1, S, C), np.int8)
+        scale = np.where(stale, np.nan, rng.uniform(0.005, 0.03, stale.shape))
+        layer = RowCache(jnp.asarray(rows), jnp.asarray(scale, jnp.float32)[:, None], None)
+    else:
+        rows = rng.standard_normal((5, 1, S, C))
+        rows[:, 0][stale] = np.nan
+        layer = RowCache(jnp.asarray(rows, dtype), None, None)
+    want = expanded(layer, q_BTNH, end_B, "reference", {})
+    assert np.isfinite(want).all() and not want[3].any() and np.abs(want[0]).max() > 1
+    for axes in SPLITS.values():
+        assert_close(expanded(layer, q_BTNH, end_B, implementation, axes), want, atol=2e-5)
+        assert_close(expanded(layer, q_BTNH, end_B, "reference", axes), want, atol=2e-5)

@@ -37,8 +37,9 @@ def prefill_attention(
     v_scale_BKS: Array | None = None,
     sinks_N: Array | None = None,
     v_dim: int | None = None,
+    return_lse: bool = False,
     implementation: str = AUTO,
-) -> Array:
+) -> Any:
     """Computes causal attention of each row's last T positions over its cache.
 
     Args:
@@ -57,12 +58,14 @@ def prefill_attention(
       k_scale_BKS, v_scale_BKS: float32 scales of an int8 or fp8 cache, one per token and head. The
         values of shared rows have the keys' scale, unless v_scale_BKS is given.
       sinks_N: one logit per query head, which joins the softmax without a value vector.
+      return_lse: also return the log-sum-exp of each query's scores, float32 [B, T, N]; -inf for a
+        query that sees nothing. Attention over parts of the positions is merged with it.
       implementation: an `Impl`. "auto" is splash for bf16 queries on TPU, else "blocked", because
         splash multiplies float32 in bf16. "tpu" is splash; other platforms interpret it, for tests.
         "gpu" is the same as "blocked". The last one is "reference".
 
-    Returns [B, T, N, Hv] in q's dtype. A query that sees nothing gives zeros. A query that sees
-    NaN, even in a scale, gives NaN; the compiled kernel does not promise this.
+    Returns o [B, T, N, Hv] in q's dtype, or (o, lse). A query that sees nothing gives zeros. A
+    query that sees NaN, even in a scale, gives NaN; the compiled kernel does not promise this.
     """
     check_shapes(q_BTNH, k_BKSH, v_BKSH, v_dim, lengths_B, k_scale_BKS, v_scale_BKS, sinks_N)
     for name, n in dict(window=window, chunk=chunk).items():
@@ -73,10 +76,8 @@ def prefill_attention(
     lengths_B = jnp.maximum(lengths_B, 0)  # lengths - T must not wrap around
     T = q_BTNH.shape[1]
     starts_BT = first_seen(lengths_B[:, None] - T + jnp.arange(T), window, chunk)
-    options: Any = dict(scale=scale, v_dim=v_dim)
-    reference, blocked = (
-        partial(f, **options, return_lse=False) for f in (attention_reference, attention_blocked)
-    )
+    options: Any = dict(scale=scale, v_dim=v_dim, return_lse=return_lse)
+    reference, blocked = (partial(f, **options) for f in (attention_reference, attention_blocked))
     plain = dict(reference=reference, blocked=blocked, gpu=blocked)
 
     def kernels() -> dict[str, Kernel]:
@@ -87,5 +88,4 @@ def prefill_attention(
 
     attend = choose(implementation, plain, kernels)
     arrays = (k_scale_BKS, v_scale_BKS, sinks_N)
-    o: Array = attend(q_BTNH, k_BKSH, v_BKSH, lengths_B, starts_BT, *arrays)
-    return o
+    return attend(q_BTNH, k_BKSH, v_BKSH, lengths_B, starts_BT, *arrays)

@@ -5,11 +5,11 @@ prompt is cached. But splash reads its mask from arrays: the position of each qu
 block of scores, whether to compute it and which keys to fetch. These arrays are computed from
 `lengths`, so blocks that no query sees are neither fetched nor computed.
 
-One cost does grow with S: a copy of a row's values, and of its keys if they are int8. Splash
-multiplies whole blocks, and 0 * NaN is NaN, so stale values are first set to zero. Also, the rows
-run one after the other, because the splash kernel has no batch axis. Prefill has few rows (one per
-`data` shard), so neither matters: at the widths of Llama 3.1 8B and S = 8192, the copy is 34 MB of
-traffic, and the weights are 436 MB.
+Splash multiplies whole blocks, and 0 * NaN is NaN, so stale values are first set to zero; and it
+takes no int8. Both need a copy. So that a copy does not grow with S, a long cache is read in parts,
+as far as it is filled, and the results are merged by their log-sum-exps. A window or a chunk of a
+long cache is cut out and is one such part. The rows run one after the other, because the splash
+kernel has no batch axis; prefill has few (one per `data` shard).
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from common.kernels.shapes import value_width
+from common.kernels.softmax import attend_in_parts
 from common.kernels.visible import first_seen
 
 Array = jax.Array
@@ -28,6 +29,7 @@ Array = jax.Array
 LANES = 128
 QUERY_BLOCK = 512  # 512 * 512 float32 scores are 1 MiB; a v5e has 16 MiB of VMEM
 KEY_BLOCKS = (512, 256, 128)  # splash takes multiples of 128
+PARTS = (2048, 1024, 512)  # positions that are copied at once
 
 
 def prefill_attention_tpu(
@@ -44,9 +46,52 @@ def prefill_attention_tpu(
     window: int | None = None,
     chunk: int | None = None,
     v_dim: int | None = None,
+    return_lse: bool = False,
     interpret: bool = False,
-) -> Array:
+) -> Any:
     """Computes `prefill_attention`. Shared rows are used whole as keys; q is padded to [0 | q]."""
+    S, reach = k_BKSH.shape[2], min(x for x in (window, chunk, k_BKSH.shape[2]) if x is not None)
+    part = S if reach < S else part_of(S)
+    options: Any = dict(scale=scale, window=window, chunk=chunk, v_dim=v_dim, interpret=interpret)
+    attend_to: Any = partial(_attend, **options)
+
+    def attend(i: Array | int, sinks_N: Array | None = None) -> tuple[Array, Array]:
+        def cut(x: Array | None) -> Array | None:
+            return None if x is None else lax.dynamic_slice_in_dim(x, i * part, part, axis=2)
+
+        kept: Any = tuple(map(cut, (k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS)))
+        return attend_to(q_BTNH, *kept, lengths_B - i * part, starts_BT - i * part, sinks_N)
+
+    if part == S:
+        o, lse = attend(0, sinks_N)
+    else:
+        parts = jnp.minimum(lax.div(lengths_B.max() + part - 1, part), S // part)
+        o, lse = attend_in_parts(attend, parts, sinks_N)
+    return (o, lse) if return_lse else o
+
+
+def part_of(S: int) -> int:
+    """How many of S positions are copied at once; all, if S is small or has no good divisor."""
+    return next((n for n in PARTS if S % n == 0), S)
+
+
+def _attend(
+    q_BTNH: Array,
+    k_BKSH: Array,
+    v_BKSH: Array | None,
+    k_scale_BKS: Array | None,
+    v_scale_BKS: Array | None,
+    lengths_B: Array,
+    starts_BT: Array,
+    sinks_N: Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    v_dim: int | None,
+    interpret: bool,
+) -> tuple[Array, Array]:
+    """Attends to all S positions that it is given. Returns o and its log-sum-exp."""
     (_, T, _, H), (S, W) = q_BTNH.shape, k_BKSH.shape[2:]
     filled_BS = jnp.arange(S) < lengths_B[:, None]
     if v_BKSH is None:
@@ -68,9 +113,11 @@ def prefill_attention_tpu(
     first = partial(first_seen, window=window, chunk=chunk)
     reach = min(x for x in (window, chunk, S) if x is not None)  # positions that a query sees
     row = partial(_row, first=first, reach=reach, sinks_N=sinks_N, interpret=interpret)
-    o_BNTH = lax.map(lambda xs: row(*xs, S=S, bq=bq, bs=bs), (q, k, v, padded_BT))[:, :, :T]
-    seen_BT = (position_BT >= 0) & (starts_BT < S)
-    return jnp.where(seen_BT[..., None, None], o_BNTH.swapaxes(1, 2), 0)
+    o_BNTH, lse_BNT = lax.map(lambda xs: row(*xs, S=S, bq=bq, bs=bs), (q, k, v, padded_BT))
+    seen_BT1 = ((position_BT >= 0) & (starts_BT < S))[..., None]
+    o_BTNH, lse_BTN = (x.swapaxes(1, 2)[:, :T] for x in (o_BNTH, lse_BNT))
+    nothing = -jnp.inf if sinks_N is None else sinks_N  # the log-sum-exp of a query that sees none
+    return jnp.where(seen_BT1[..., None], o_BTNH, 0), jnp.where(seen_BT1, lse_BTN, nothing)
 
 
 def _blocks_of_keys(
@@ -98,9 +145,9 @@ def _row(
     bs: int,
     sinks_N: Array | None,
     interpret: bool,
-) -> Array:
-    """Attends for one row. T and the padded S are multiples of the block sizes, and position_T
-    never decreases."""
+) -> tuple[Array, Array]:
+    """Attends for one row: o [N, T, Hv] and its log-sum-exp [N, T]. T and the padded S are
+    multiples of the block sizes, and position_T never decreases."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
@@ -124,12 +171,13 @@ def _row(
         None,
         block_sizes=splash.BlockSizes(block_q=bq, block_kv=bs),
         is_mqa=False,
-        save_residuals=False,
+        save_residuals=True,
         mask_value=splash.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=None,
         residual_checkpoint_name=None,
         mask_function=seen,
         interpret=interpret,
     )
-    o_NTH: Any = attend(q_NTH, k_KSH, v_KSH, None, sinks_N)
-    return o_NTH
+    result: Any = attend(q_NTH, k_KSH, v_KSH, None, sinks_N)
+    o_NTH, (lse_NT,) = result
+    return o_NTH, lse_NT

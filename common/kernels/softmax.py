@@ -6,9 +6,13 @@ exp(m_old - m_new).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from common.kernels.varying import vary_like
 
 Array = jax.Array
 
@@ -70,3 +74,24 @@ def merge_parts(o: Array, lse: Array) -> tuple[Array, Array]:
     total = weight.sum(0)
     o = (weight[..., None] * o).sum(0) / jnp.where(total > 0, total, 1.0)[..., None]
     return o, top + jnp.log(total)
+
+
+def attend_in_parts(
+    attend: Callable[[Array], tuple[Array, Array]], parts: Array, sinks_N: Array | None = None
+) -> tuple[Array, Array]:
+    """Attention over positions that come in parts, of which the first `parts` are read.
+
+    attend(i) returns o [B, T, N, Hv] and lse [B, T, N] of part i. Returns both over all parts and
+    the sinks, o in the dtype of the parts. A part that a query does not see changes no bit of the
+    query's result.
+    """
+
+    def add(i: Array, merged: tuple[Array, Array]) -> tuple[Array, Array]:
+        o, lse = (jnp.stack(both) for both in zip(merged, attend(i), strict=True))
+        return merge_parts(o, lse)
+
+    like = jax.eval_shape(attend, parts)
+    sinks: Any = -jnp.inf if sinks_N is None else sinks_N.astype(jnp.float32)
+    nothing = jnp.zeros(like[0].shape), jnp.broadcast_to(sinks, like[1].shape)
+    o, lse = lax.fori_loop(0, parts, add, jax.tree.map(lambda x: vary_like(x, *like), nothing))
+    return o.astype(like[0].dtype), lse

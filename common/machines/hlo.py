@@ -210,7 +210,23 @@ def _read_by_users(program: Program, computation: dict[str, Op], op: Op, full: i
     if op.root:
         return full
     users = ((u, i) for u in computation.values() for i, x in enumerate(u.operands) if x == op.name)
-    return min(full, sum(_read(program, computation, u, i, full) for u, i in users))
+    return min(
+        full,
+        sum(
+            _read_by_users(program, computation, u, full)
+            if _is_fused_copy(program, u)
+            else _read(program, computation, u, i, full)
+            for u, i in users
+        ),
+    )
+
+
+def _is_fused_copy(program: Program, op: Op) -> bool:
+    """Whether `op` only changes the layout of an array for its users in the same fusion, so that
+    nothing more is read than they use."""
+    name = called(op).get("calls", [""])[0]
+    kinds = [x.kind for x in program.computations.get(name, {}).values()]
+    return op.kind == "fusion" and kinds == ["parameter", "copy"]
 
 
 def _written(inner: dict[str, Op], op: Op) -> int:
