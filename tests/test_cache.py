@@ -295,5 +295,5 @@ def test_keys_and_values_made_in_parts_give_what_all_at_once_give(longest, dtype
     want = expanded(layer, q_BTNH, end_B, "reference", {})
     assert np.isfinite(want).all() and not want[3].any() and np.abs(want[0]).max() > 1
     for axes in SPLITS.values():
-        assert_close(expanded(layer, q_BTNH, end_B, implementation, axes), want, atol=2e-5)
-        assert_close(expanded(layer, q_BTNH, end_B, "reference", axes), want, atol=2e-5)
+        assert_close(expanded(layer, q_BTNH, end_B, implementation, axes), want, rtol=1e-5)
+        assert_close(expanded(layer, q_BTNH, end_B, "reference", axes), want, rtol=1e-5)
