@@ -2,6 +2,7 @@
 that reads them. A cache is written at positions, and never read at or past a slot's length."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from common.kernels.decode_attention import FEW_QUERIES, ragged_decode_attention
 from common.kernels.dispatch import AUTO, Impl
 from common.kernels.prefill_attention import prefill_attention
-from common.kernels.softmax import attend_in_parts
+from common.kernels.softmax import attend_in_parts, merge_parts
 from common.kernels.visible import first_seen
 from common.quant import quantize_rows
 from common.sharding import DATA, TENSOR, P, round_up
@@ -25,7 +26,17 @@ FP8_MAX = float(jnp.finfo(FP8).max)
 LANES = 128  # the numbers in one row of a TPU's tile
 TILE = 32  # positions in a tile of 8-bit numbers
 COPY_BLOCK = 128  # positions that are copied at once
+APPENDED = 2048  # a ring takes at least so many tokens at once
+RING_UNIT = 512  # the places of a window's ring are a multiple of this
 LATENT_PARTS = (1024, 512)  # of so many positions keys and values are made at once
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Ring:
+    """Marks a cache that holds the newest S positions of a slot: position p is in place p % S."""
+
+    reach: int  # so many positions, its own included, are all that a query may see
 
 
 class KVCache(NamedTuple):
@@ -35,6 +46,7 @@ class KVCache(NamedTuple):
     v: Array  # [B, K, S, H]
     k_scale: Array | None  # float32 [B, K, S] of int8 keys
     v_scale: Array | None
+    ring: Ring | None = None  # None: all positions of a slot
 
 
 class RowCache(NamedTuple):
@@ -48,19 +60,32 @@ class RowCache(NamedTuple):
     rows: Array  # [B, K, S, 2 * H]; latents: [B, 1, S, W], padded with zeros to whole lanes
     k_scale: Array | None  # float32 [B, K, S] of int8 rows
     v_scale: Array | None  # None for latents, whose values have the scale of the keys
+    ring: Ring | None = None
 
 
 LayerCache = KVCache | RowCache
 
 
-def empty_cache(shape_BKSH: tuple[int, int, int, int], dtype: DTypeLike) -> LayerCache:
-    """An empty layer: a `RowCache` if the width of a head is no multiple of 128."""
-    *lead, H = shape_BKSH
-    scale = partial(jnp.zeros, lead, jnp.float32) if dtype == jnp.int8 else lambda: None
+def empty_cache(
+    shape_BKSH: tuple[int, int, int, int],
+    dtype: DTypeLike,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> LayerCache:
+    """An empty layer: a `RowCache` if the width of a head is no multiple of 128; a `Ring` if a
+    query sees only its window or its chunk, and S is larger than that takes."""
+    B, K, S, H = shape_BKSH
+    ring = None
+    if (reach := window or chunk) is not None:
+        # A lap of the ring is a whole number of chunks.
+        size = round_up(reach + APPENDED, chunk or RING_UNIT)
+        S, ring = (size, Ring(reach)) if size < S else (S, None)
+    scale = partial(jnp.zeros, (B, K, S), jnp.float32) if dtype == jnp.int8 else lambda: None
     if H % LANES:
-        return RowCache(jnp.zeros((*lead, 2 * H), dtype), scale(), scale())
-    k, v = jnp.zeros(shape_BKSH, dtype), jnp.zeros(shape_BKSH, dtype)
-    return KVCache(k, v, scale(), scale())
+        return RowCache(jnp.zeros((B, K, S, 2 * H), dtype), scale(), scale(), ring)
+    k, v = jnp.zeros((B, K, S, H), dtype), jnp.zeros((B, K, S, H), dtype)
+    return KVCache(k, v, scale(), scale(), ring)
 
 
 def empty_latent(shape_BSC: tuple[int, int, int], dtype: DTypeLike) -> RowCache:
@@ -72,9 +97,22 @@ def empty_latent(shape_BSC: tuple[int, int, int], dtype: DTypeLike) -> RowCache:
     return RowCache(jnp.zeros((B, 1, S, C), dtype), scale, None)
 
 
-def capacity_of(cache: tuple[LayerCache, ...]) -> int:
-    """The positions S of a slot. Called outside `shard_map`, where no axis is split."""
+def places(cache: LayerCache) -> int:
+    """S: how many positions of a slot the cache of a layer holds."""
     return jax.tree.leaves(cache)[0].shape[2]
+
+
+def capacity_of(cache: tuple[LayerCache, ...]) -> int:
+    """The positions of a slot, without end if all layers are rings. Called outside `shard_map`,
+    where no axis is split."""
+    return min((places(x) for x in cache if x.ring is None), default=np.iinfo(np.int32).max)
+
+
+def shortest_beginning(cache: tuple[LayerCache, ...], written: int) -> int:
+    """After `written` positions of a slot were written: the least n for which it still has all that
+    is needed to go on from its first n tokens."""
+    rings = [layer for layer in cache if layer.ring is not None and written > places(layer)]
+    return max((written - places(x) + x.ring.reach - 1 for x in rings if x.ring), default=0)
 
 
 # ---- writing
@@ -82,10 +120,20 @@ def capacity_of(cache: tuple[LayerCache, ...]) -> int:
 
 def append(cache: LayerCache, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> LayerCache:
     """Writes the keys and values of T tokens to positions start_B, start_B + 1, ... What would land
-    outside [0, S) is dropped."""
+    outside [0, S) is dropped, and before position 0 of a ring. ValueError if the last of them would
+    overwrite in a ring what the first sees."""
+    if cache.ring is not None:
+        S, T, flat = places(cache), k_BTKH.shape[1], cache._replace(ring=None)
+        if S + 1 - cache.ring.reach < T:
+            raise ValueError(f"{T} tokens at once are too many for a window's cache of {S} places")
+        start_B = jnp.where(start_B < 0, start_B, lax.rem(start_B, S))
+        flat = append(flat, k_BTKH, v_BTKH, start_B)
+        if T > 1:  # what goes past the end of a lap begins the next one
+            flat = append(flat, k_BTKH, v_BTKH, start_B - S)
+        return flat._replace(ring=cache.ring)
     k, k_scale = stored(k_BTKH, cache.k_scale)
     v, v_scale = stored(v_BTKH, cache.v_scale)
-    scales = dict(
+    scales: Any = dict(
         k_scale=write_scale(cache.k_scale, k_scale, start_B),
         v_scale=write_scale(cache.v_scale, v_scale, start_B),
     )
@@ -211,17 +259,36 @@ def attend(
     arguments.
     """
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
-    arrays: Any = dict(k_scale_BKS=cache.k_scale, v_scale_BKS=cache.v_scale, sinks_N=sinks_N)
+    arrays: Any = dict(k_scale_BKS=cache.k_scale, v_scale_BKS=cache.v_scale)
     if isinstance(cache, RowCache):
         arrays |= dict(k_BKSH=cache.rows, v_BKSH=None, v_dim=H)
     else:
         arrays |= dict(k_BKSH=cache.k, v_BKSH=cache.v)
-    options: Any = dict(scale=scale, implementation=implementation)
-    if T > FEW_QUERIES:
-        options |= dict(window=window, chunk=chunk)
-        return prefill_attention(q_BTNH, lengths_B=end_B, **arrays, **options)
-    starts = first_seen(end_B[:, None] - T + jnp.arange(T), window, chunk)
-    o: Any = ragged_decode_attention(q_BTNH, lengths_B=end_B, starts=starts, **arrays, **options)
+    arrays |= dict(scale=scale, implementation=implementation)
+
+    def attend_to(end_B: Array, **options: Any) -> Any:
+        if T > FEW_QUERIES:
+            options |= dict(window=window, chunk=chunk)
+            return prefill_attention(q_BTNH, lengths_B=end_B, **arrays, **options)
+        starts = first_seen(end_B[:, None] - T + jnp.arange(T), window, chunk)
+        return ragged_decode_attention(q_BTNH, lengths_B=end_B, starts=starts, **arrays, **options)
+
+    if cache.ring is None:
+        o: Array = attend_to(end_B, sinks_N=sinks_N)
+        return o
+    # A ring holds the positions of this lap, and behind them those of the lap before.
+    S = places(cache)
+    lap_B = lax.div(jnp.maximum(end_B - 1, 0), S)
+    here_B = end_B - lap_B * S
+    before_B = jnp.where(lap_B > 0, here_B + S, 0)
+
+    def both_laps() -> Array:
+        here = attend_to(here_B, sinks_N=sinks_N, return_lse=True)
+        before = attend_to(before_B, return_lse=True)
+        o, _ = merge_parts(*(jnp.stack(x) for x in zip(here, before, strict=True)))
+        return o.astype(q_BTNH.dtype)
+
+    o = lax.cond((lap_B > 0).any(), both_laps, lambda: attend_to(here_B, sinks_N=sinks_N))
     return o
 
 
@@ -290,7 +357,7 @@ def attend_expanded(
         return attend(q_BTNH, k_BNPH, v_BNPJ, end_B - i * size, return_lse=True)
 
     end = jnp.clip(end_B.max(), 0, S * devices)
-    return attend_in_parts(attend_part, (end + size - 1) // size)[0]
+    return attend_in_parts(attend_part, 0, (end + size - 1) // size)[0]
 
 
 def latent_rows(cache: RowCache, first: ArrayLike, size: int, dtype: DTypeLike) -> Array:

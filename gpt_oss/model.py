@@ -477,11 +477,14 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8."""
+    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. Sliding
+    layers keep the newest positions alone, if `capacity` is large."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
+    window = {"sliding_attention": config.sliding_window, "full_attention": None}
+    kinds = config.layer_types[: config.num_hidden_layers]
     return DecodeState(
-        cache=tuple(empty_cache(shape, dtype) for _ in range(config.num_hidden_layers)),
+        cache=tuple(empty_cache(shape, dtype, window=window[t]) for t in kinds),
         length_B=jnp.zeros(slots, jnp.int32),
         token_B=jnp.zeros(slots, jnp.int32),
         sampling=sampling_params(slots),

@@ -522,11 +522,14 @@ def is_sparse(layer: int, config: Config) -> bool:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8."""
+    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. Rotary
+    layers keep the newest positions alone, if `capacity` is large."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
+    chunks = {True: config.attention_chunk_size, False: None}
+    rotary = (is_rotary(i, config) for i in range(config.num_hidden_layers))
     return DecodeState(
-        cache=tuple(empty_cache(shape, dtype) for _ in range(config.num_hidden_layers)),
+        cache=tuple(empty_cache(shape, dtype, chunk=chunks[r]) for r in rotary),
         length_B=jnp.zeros(slots, jnp.int32),
         token_B=jnp.zeros(slots, jnp.int32),
         sampling=sampling_params(slots),

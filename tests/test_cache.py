@@ -178,6 +178,80 @@ def test_an_empty_cache_is_one_that_append_takes(dtype, H):
     assert jax.tree.map(jnp.shape, grown) == jax.tree.map(jnp.shape, empty)
 
 
+# ---- a ring
+
+
+RING_S, LAYOUTS = 320, {"rows": 40, "keys": 128}  # a whole cache, and the width of a head
+
+
+@pytest.fixture
+def small_rings(monkeypatch):
+    monkeypatch.setattr(cache, "APPENDED", 40)
+    monkeypatch.setattr(cache, "RING_UNIT", 8)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["f32", "int8"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("option, reach, size", [("window", 10, 56), ("chunk", 13, 65)])
+def test_a_ring_gives_what_a_whole_cache_gives(
+    option, reach, size, layout, dtype, implementation, small_rings
+):
+    """In steps of one token and of many, whose last ones may be padding, which the next step
+    overwrites. In each step a slot is skipped. What was never written is NaN."""
+    rng, kept, shape = np.random.default_rng(0), {option: reach}, (3, 2, RING_S, LAYOUTS[layout])
+    layers = [empty_cache(shape, dtype, **kept), empty_cache(shape, dtype)]
+    assert [cache.places(layer) for layer in layers] == [size, RING_S] and layers[0].ring
+    layers = [
+        jax.tree.map(lambda x: x if x.dtype == jnp.int8 else jnp.full_like(x, jnp.nan), layer)
+        for layer in layers
+    ]
+
+    @jax.jit
+    def step(layer, q_BTNH, k_BTKH, v_BTKH, end_B):
+        layer = cache.append(layer, k_BTKH, v_BTKH, end_B - k_BTKH.shape[1])
+        sinks_N = jnp.arange(4.0)
+        options = dict(scale=0.1, sinks_N=sinks_N, **kept)
+        return layer, cache.attend(q_BTNH, layer, end_B, implementation, **options)
+
+    length_B = np.zeros(3, int)
+    for turn, T in enumerate([40, 1, 16, 3, 16, 1, 40, 40, 1, 3, 16, 40, 3, 40, 1, 1, 3, 16, 40]):
+        count_B = np.minimum(rng.integers(1, T + 1, 3), T) if turn % 2 else np.full(3, T)
+        count_B[turn % 3] = 0
+        end_B = np.where(count_B, length_B + T, 0)
+        q, k, v = (rng.standard_normal((3, T, n, shape[3]), np.float32) for n in (4, 2, 2))
+        before = layers[0]
+        (layers[0], got), (layers[1], want) = (step(x, q, k, v, end_B) for x in layers)
+        real = np.arange(T) < count_B[:, None]
+        assert_close(np.asarray(got)[real], np.asarray(want)[real], atol=4e-6, what=f"turn {turn}")
+        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(layers[0]), strict=True):
+            assert (bits(old)[turn % 3] == bits(new)[turn % 3]).all(), "a skipped slot has changed"
+        length_B += count_B
+    assert length_B.min() > size and length_B.max() > 2 * size
+
+
+def test_a_ring_refuses_more_tokens_than_leave_what_the_first_one_sees(small_rings):
+    ring, new = empty_cache((1, 1, RING_S, 8), jnp.float32, window=10), jnp.ones((1, 48, 1, 8))
+    cache.append(ring, new[:, :47], new[:, :47], jnp.zeros(1, int))
+    with pytest.raises(ValueError, match="48 tokens at once are too many for a window's cache"):
+        cache.append(ring, new, new, jnp.zeros(1, int))
+
+
+def test_a_slot_goes_on_from_what_its_rings_have_not_overwritten(small_rings):
+    ring = empty_cache((1, 1, RING_S, 8), jnp.float32, window=10)
+    caches = ring, empty_cache((1, 1, RING_S, 8), jnp.float32)
+    assert cache.capacity_of(caches) == RING_S
+    # The token after the first n sees the 9 before it, and a ring of 56 has the newest 56.
+    wanted = {0: 0, 56: 0, 57: 10, 100: 53}
+    assert {n: cache.shortest_beginning(caches, n) for n in wanted} == wanted
+    assert cache.shortest_beginning(caches[1:], 300) == 0
+
+
+def test_a_cache_that_is_not_longer_than_a_ring_is_none(small_rings):
+    assert empty_cache((1, 1, 56, 8), jnp.float32, window=10).ring is None
+
+
 # ---- a latent cache, split along its positions
 
 

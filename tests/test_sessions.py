@@ -13,6 +13,7 @@ from families import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common import cache
 from common.serving import kept, prefixes
 from common.serving import serve as serving
 from common.serving import session as sessions
@@ -40,8 +41,10 @@ CASES = {
 def small_chunks():
     """Prompts of a few tokens then take several chunks, and their blocks are shared."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (sessions, serving):
+        for module in (sessions, serving, kept):
             patch.setattr(module, "PROMPT_CHUNK", CHUNK)
+        patch.setattr(cache, "APPENDED", CHUNK)  # so that windows and chunks are kept in rings
+        patch.setattr(cache, "RING_UNIT", 8)
         patch.setattr(sessions, "SMALLEST_BUCKET", CHUNK)
         patch.setattr(serving, "LEAST_COST", CHUNK // 2)
         patch.setattr(prefixes, "BLOCK", 4)

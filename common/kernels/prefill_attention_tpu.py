@@ -50,29 +50,37 @@ def prefill_attention_tpu(
     interpret: bool = False,
 ) -> Any:
     """Computes `prefill_attention`. Shared rows are used whole as keys; q is padded to [0 | q]."""
-    S, reach = k_BKSH.shape[2], min(x for x in (window, chunk, k_BKSH.shape[2]) if x is not None)
-    part = S if reach < S else part_of(S)
-    options: Any = dict(scale=scale, window=window, chunk=chunk, v_dim=v_dim, interpret=interpret)
+    T, S = q_BTNH.shape[1], k_BKSH.shape[2]
+    part = S if window is not None else part_of(S if chunk is None else min(chunk, S), S)
+    whole = part == S
+    options: Any = dict(window=window, chunk=chunk) if whole else dict(window=None, chunk=None)
+    options |= dict(scale=scale, v_dim=v_dim, interpret=interpret)
     attend_to: Any = partial(_attend, **options)
 
     def attend(i: Array | int, sinks_N: Array | None = None) -> tuple[Array, Array]:
         def cut(x: Array | None) -> Array | None:
             return None if x is None else lax.dynamic_slice_in_dim(x, i * part, part, axis=2)
 
-        kept: Any = tuple(map(cut, (k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS)))
-        return attend_to(q_BTNH, *kept, lengths_B - i * part, starts_BT - i * part, sinks_N)
+        k, v, *scales = map(cut, (k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS))
+        position_BT = lengths_B[:, None] - T + jnp.arange(T) - i * part
+        # A part lies in one chunk: a query sees nothing of it, or what precedes the query.
+        seen_BT = (position_BT >= 0) & (starts_BT < S if whole else starts_BT <= i * part)
+        position_BT = position_BT if whole else jnp.where(seen_BT, position_BT, -1)
+        lengths = lengths_B - i * part
+        return attend_to(q_BTNH, k, v, *scales, lengths, position_BT, seen_BT, sinks_N)
 
-    if part == S:
+    if whole:
         o, lse = attend(0, sinks_N)
     else:
-        parts = jnp.minimum(lax.div(lengths_B.max() + part - 1, part), S // part)
-        o, lse = attend_in_parts(attend, parts, sinks_N)
+        first = lax.div(starts_BT.min(), part)
+        end = jnp.minimum(lax.div(lengths_B.max() + part - 1, part), S // part)
+        o, lse = attend_in_parts(attend, first, end, sinks_N)
     return (o, lse) if return_lse else o
 
 
-def part_of(S: int) -> int:
-    """How many of S positions are copied at once; all, if S is small or has no good divisor."""
-    return next((n for n in PARTS if S % n == 0), S)
+def part_of(size: int, S: int) -> int:
+    """How many of S positions are copied at once: a divisor of `size` and S; all if none is good"""
+    return next((n for n in PARTS if size % n == 0 and S % n == 0), S)
 
 
 def _attend(
@@ -82,7 +90,8 @@ def _attend(
     k_scale_BKS: Array | None,
     v_scale_BKS: Array | None,
     lengths_B: Array,
-    starts_BT: Array,
+    position_BT: Array,
+    seen_BT: Array,
     sinks_N: Array | None,
     *,
     scale: float,
@@ -91,7 +100,8 @@ def _attend(
     v_dim: int | None,
     interpret: bool,
 ) -> tuple[Array, Array]:
-    """Attends to all S positions that it is given. Returns o and its log-sum-exp."""
+    """Attends to all S positions that it is given. seen_BT: whether a query sees any. Returns o and
+    its log-sum-exp."""
     (_, T, _, H), (S, W) = q_BTNH.shape, k_BKSH.shape[2:]
     filled_BS = jnp.arange(S) < lengths_B[:, None]
     if v_BKSH is None:
@@ -108,13 +118,12 @@ def _attend(
     bs = next((b for b in KEY_BLOCKS if S % b == 0), KEY_BLOCKS[-1])
     q = jnp.pad(q, ((0, 0), (0, 0), (0, -T % bq), (W - H, 0)))
     k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, -S % bs), (0, 0))) for x in (k, v))
-    position_BT = lengths_B[:, None] - T + jnp.arange(T)
     padded_BT = jnp.pad(position_BT, ((0, 0), (0, -T % bq)), mode="edge")
     first = partial(first_seen, window=window, chunk=chunk)
     reach = min(x for x in (window, chunk, S) if x is not None)  # positions that a query sees
     row = partial(_row, first=first, reach=reach, sinks_N=sinks_N, interpret=interpret)
     o_BNTH, lse_BNT = lax.map(lambda xs: row(*xs, S=S, bq=bq, bs=bs), (q, k, v, padded_BT))
-    seen_BT1 = ((position_BT >= 0) & (starts_BT < S))[..., None]
+    seen_BT1 = seen_BT[..., None]
     o_BTNH, lse_BTN = (x.swapaxes(1, 2)[:, :T] for x in (o_BNTH, lse_BNT))
     nothing = -jnp.inf if sinks_N is None else sinks_N  # the log-sum-exp of a query that sees none
     return jnp.where(seen_BT1[..., None], o_BTNH, 0), jnp.where(seen_BT1, lse_BTN, nothing)
@@ -126,7 +135,7 @@ def _blocks_of_keys(
     """Returns, for each block of bq queries, the blocks of bs keys in the order of reading, and
     whether some query sees each. An unseen one names the last seen block, so nothing is fetched."""
     first_q = first(position_T[::bq, None]) // bs
-    last_q = jnp.minimum(position_T[bq - 1 :: bq, None], S - 1) // bs
+    last_q = jnp.minimum(position_T.reshape(-1, bq).max(1)[:, None], S - 1) // bs
     most = min(-(-S // bs), -(-(bq + reach - 2) // bs) + 1)
     block = first_q + jnp.arange(most)
     return jnp.minimum(block, jnp.maximum(last_q, 0)), block <= last_q
@@ -147,7 +156,8 @@ def _row(
     interpret: bool,
 ) -> tuple[Array, Array]:
     """Attends for one row: o [N, T, Hv] and its log-sum-exp [N, T]. T and the padded S are
-    multiples of the block sizes, and position_T never decreases."""
+    multiples of the block sizes. position_T never decreases, but may end in -1, which sees
+    nothing."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from common.kernels.varying import vary_like
 
@@ -77,9 +78,13 @@ def merge_parts(o: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def attend_in_parts(
-    attend: Callable[[Array], tuple[Array, Array]], parts: Array, sinks_N: Array | None = None
+    attend: Callable[[Array], tuple[Array, Array]],
+    first: ArrayLike,
+    end: ArrayLike,
+    sinks_N: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Attention over positions that come in parts, of which the first `parts` are read.
+    """Attention over positions that come in parts, of which those from `first` to `end` - 1 are
+    read.
 
     attend(i) returns o [B, T, N, Hv] and lse [B, T, N] of part i. Returns both over all parts and
     the sinks, o in the dtype of the parts. A part that a query does not see changes no bit of the
@@ -90,8 +95,8 @@ def attend_in_parts(
         o, lse = (jnp.stack(both) for both in zip(merged, attend(i), strict=True))
         return merge_parts(o, lse)
 
-    like = jax.eval_shape(attend, parts)
+    like = jax.eval_shape(attend, end)
     sinks: Any = -jnp.inf if sinks_N is None else sinks_N.astype(jnp.float32)
     nothing = jnp.zeros(like[0].shape), jnp.broadcast_to(sinks, like[1].shape)
-    o, lse = lax.fori_loop(0, parts, add, jax.tree.map(lambda x: vary_like(x, *like), nothing))
+    o, lse = lax.fori_loop(first, end, add, jax.tree.map(lambda x: vary_like(x, *like), nothing))
     return o.astype(like[0].dtype), lse

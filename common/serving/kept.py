@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from common.cache import COPY_BLOCK, copy_prefixes, slot_beginnings
+from common.cache import COPY_BLOCK, copy_prefixes, shortest_beginning, slot_beginnings
 from common.sampling import INVALID
 from common.serving.prefixes import (
     HOST,
@@ -23,7 +23,15 @@ from common.serving.prefixes import (
     longest,
     use,
 )
-from common.serving.session import Counts, Session, Work, describe_prompts, insert, per_shard
+from common.serving.session import (
+    PROMPT_CHUNK,
+    Counts,
+    Session,
+    Work,
+    describe_prompts,
+    insert,
+    per_shard,
+)
 
 AFTER = {SLOT: (KEPT, HOST), KEPT: (HOST,), HOST: ()}  # tiers
 MEMORY = {KEPT: "device", HOST: "pinned_host"}
@@ -36,7 +44,20 @@ def find_beginning(session: Session, row: int, work: Work) -> tuple[Place, int]:
     if work.request.echo:
         return READING, 0
     place, length = longest(session.prefixes[row], work.tokens[:-1])
-    return place, length // session.reuse_multiple * session.reuse_multiple
+    length = length // session.reuse_multiple * session.reuse_multiple
+    return (place, length) if length and reaches(session, row, place, length) else (READING, 0)
+
+
+def reaches(session: Session, row: int, place: Place, length: int) -> bool:
+    """Whether a place still has all that is needed to go on from its first `length` tokens: a layer
+    with a window or a chunk may have overwritten that."""
+    slot = row * session.per_row + place.number
+    if place.tier == SLOT and slot in session.running:
+        written = len(session.running[slot].tokens)
+    else:
+        written = session.prefixes[row].texts[place].written
+    written += PROMPT_CHUNK  # at least what padding and drafts took
+    return all(length >= shortest_beginning(state.cache, written) for state in session.states)
 
 
 def begin(session: Session, row: int, work: Work, place: Place, length: int) -> None:
@@ -78,10 +99,11 @@ def release(session: Session, slot: int) -> None:
     prefixes, place = session.prefixes[slot // session.per_row], Place(SLOT, slot % session.per_row)
     if work.tokens[-1] == INVALID:
         forget(prefixes, place)
-    elif session.reuse_multiple == 1:  # a reply is not read in chunks, so it may round otherwise
-        hold(prefixes, place, work.tokens[:-1])
-    else:
-        use(prefixes, place)
+        return
+    tokens = prefixes.texts[place].tokens
+    if session.reuse_multiple == 1:  # a reply is not read in chunks, so it may round otherwise
+        tokens = work.tokens[:-1]
+    hold(prefixes, place, tokens, written=len(work.tokens))
 
 
 def copy(session: Session, row: int, place: Place, length: int) -> None:

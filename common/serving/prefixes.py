@@ -32,6 +32,7 @@ class Text(NamedTuple):
 
     tokens: Sequence[int]
     used: int  # the time of the last use, as `Prefixes` counts it
+    written: int  # positions that were written there, also behind the text
 
 
 @dataclass
@@ -63,11 +64,18 @@ def use(prefixes: Prefixes, place: Place) -> None:
     prefixes.texts[place] = prefixes.texts[place]._replace(used=prefixes.time)
 
 
-def hold(prefixes: Prefixes, place: Place, tokens: Sequence[int], used: int | None = None) -> None:
+def hold(
+    prefixes: Prefixes,
+    place: Place,
+    tokens: Sequence[int],
+    used: int | None = None,
+    written: int = 0,
+) -> None:
     """Notes that a place now holds `tokens` and nothing else, last used at `used`, or now."""
     forget(prefixes, place)
     prefixes.time += 1
-    prefixes.texts[place] = Text(tokens, prefixes.time if used is None else used)
+    used = prefixes.time if used is None else used
+    prefixes.texts[place] = Text(tokens, used, max(written, len(tokens)))
     for key in beginnings(tokens):
         prefixes.holders.setdefault(key, set()).add(place)
 
