@@ -278,7 +278,7 @@ def attend(
         return o
     # A ring holds the positions of this lap, and behind them those of the lap before.
     S = places(cache)
-    lap_B = lax.div(jnp.maximum(end_B - 1, 0), S)
+    lap_B = lax.div(end_B, S)
     here_B = end_B - lap_B * S
     before_B = jnp.where(lap_B > 0, here_B + S, 0)
 

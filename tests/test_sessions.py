@@ -171,6 +171,24 @@ def test_each_request_has_the_text_that_it_has_alone(family, actions, keep, keep
     run.end()
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+def test_a_ring_changes_no_text(family, monkeypatch):
+    """Texts that are longer than the ring, beside those of layers that keep all positions."""
+    layers = open_session(family).states[0].cache
+    assert {True, False} == {layer.ring is not None for layer in layers}
+    long = [i for i, r in enumerate(pool(family)) if len(r.prompt) + r.max_new_tokens > 35]
+    texts = {i: alone(family, i) for i in long}
+    monkeypatch.setattr(cache, "APPENDED", CAPACITY)
+    dtype = CASES[family][2]
+    whole = start_session(model_of(family), 4, CAPACITY + 1, dtype, reuse_multiple=CHUNK)
+    assert not any(layer.ring for layer in whole.states[0].cache)
+    requests = [pool(family)[i] for i in long]
+    got = {i: [] for i in long}
+    for event in serve(whole, requests):
+        got[long[event.request]].append(event.token)
+    assert len(long) > 3 and got == texts
+
+
 def test_every_family_has_a_case():
     assert CASES.keys() >= {family for family in FAMILIES if FAMILIES[family].shown}
 

@@ -122,6 +122,49 @@ def test_a_copy_of_a_beginning_costs_its_length_and_not_the_capacity(family, siz
         assert temporaries == 0 and 0 < cost < 20_000 * LAYERS
 
 
+EXCEPTION = ("deepseek_r1", "bfloat16", "traffic")
+CONTEXTS = [(*LARGE[0], 131_072), (*LARGE[1], 131_072), (*LARGE[2], 131_072)]
+CONTEXTS += [("llama4", "llama-4-scout", 1_048_576)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("family, size, context", CONTEXTS)
+def test_reading_into_an_empty_slot_costs_nothing_for_the_room_behind_it(
+    family, size, context, dtype
+):
+    """What a loop of unknown length does counts once; an empty slot takes one turn."""
+    model, config, mesh = few_layers(family, size)
+    if family == "llama4":  # two layers have chunks, and the last one sees everything
+        config = config._replace(num_hidden_layers=3, no_rope_layers=(1, 1, 0))
+    static = dict(slots=1, cache_dtype=jnp.dtype(dtype), storage=INT8, prefill=PROMPT)
+    small, large = (
+        dry_run(model, config, mesh, capacity=n, **static)[0] for n in (CAPACITY, context)
+    )
+    for field in ("traffic", "cycles", "sent"):
+        ratio = getattr(large, field) / getattr(small, field)
+        print(f"{size}, {dtype}: {ratio:.3f} of the {field}")
+        # In bf16, the compiler moves rows of tokens that are not the cache into main memory.
+        assert ratio < (1.4 if (family, dtype, field) == EXCEPTION else 1.15)
+    assert large.temporaries < small.temporaries + (48 << 20 if dtype == "bfloat16" else 1 << 20)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_slots_of_the_full_context_take_what_windows_and_chunks_leave(dtype):
+    """Of gpt-oss-120b, half of the layers have a window; of Scout, three quarters have chunks."""
+    for family, size, context, times in (
+        ("gpt_oss", "gpt-oss-120b", 131_072, 1.9),
+        ("llama4", "llama-4-scout", 1_048_576, 3),
+    ):
+        model, shapes = model_of(family), importlib.import_module(f"{family}.shapes")
+        config = model.config_from_hf(shapes.SHAPES[size])
+        mesh = make_mesh(**parse_mesh("tensor=1"), devices=devices_of("v5e:1x1")[:1])
+        state = abstract_state(model, config, mesh, 1, context, jnp.dtype(dtype))
+        whole = max(map(device_bytes, state.cache)) * config.num_hidden_layers
+        assert whole / device_bytes(state.cache) > times
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family, size", LARGE)
 def test_a_step_that_verifies_three_drafts_moves_the_bytes_of_a_step_of_one_token(family, size):
