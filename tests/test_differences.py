@@ -28,6 +28,7 @@ INTENDED = {
     ("forward", "gpt2"): "adds learned positions; its head is always the embedding",
     ("DecodeState", "gpt2"): "its keys are not rotated",
     ("init_state", "gpt2"): "as many key/value heads as query heads",
+    ("init_state", "gpt_oss"): "has windows",
 }
 LATENT = {
     "DecodeState": "caches latents",
@@ -49,6 +50,7 @@ CHUNKED = {
     "Mlp": "never holds all experts",
     "Step": "has scales of queries",
     "forward": "scales queries",
+    "init_state": "has chunks",
     "is_sparse": "reads other settings",
     "moe": "has shared experts, and scores that scale what goes into the others",
     "rope_frequencies": "rotates neighbours",
