@@ -208,11 +208,11 @@ def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
     return x32.astype(x.dtype) * weight_D
 
 
-def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndarray:
+def yarn_frequencies(period: np.ndarray, theta: float, yarn: Yarn) -> np.ndarray:
     """YaRN, arXiv 2309.00071. Pairs that rotate more than beta_fast times in the original context
-    keep their frequency. Pairs that rotate less than beta_slow times have theirs divided by
-    `factor`. A ramp blends the pairs in between."""
-    R = 2 * len(frequency)  # how many numbers of a head rotate
+    keep their frequency, 1 / period. Pairs that rotate less than beta_slow times have theirs
+    divided by `factor`. A ramp blends the pairs in between."""
+    R = 2 * len(period)  # how many numbers of a head rotate
 
     def pair(turns: float) -> float:
         """The fractional index of the pair that makes `turns` rotations in the original context."""
@@ -224,18 +224,19 @@ def yarn_frequencies(frequency: np.ndarray, theta: float, yarn: Yarn) -> np.ndar
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, R - 1)  # R - 1 is the published bound
     width = high - low if high != low else 0.001  # never 0 / 0
-    ramp = np.clip((np.arange(R // 2) - low) / width, 0, 1)
-    return (frequency * (1 - ramp) + frequency / yarn.factor * ramp).astype(np.float32)
+    # At position 100,000 one bit of a frequency is a hundredth of a radian: so keep this order.
+    keep = 1 - np.clip((np.arange(R // 2, dtype=np.float32) - low) / width, 0, 1)
+    return 1 / (yarn.factor * period) * (1 - keep) + 1 / period * keep
 
 
 def rope_frequencies(config: Config) -> np.ndarray:
     """Radians per position of each pair of neighbours (2 i, 2 i + 1), [R / 2]."""
     R = config.qk_rope_head_dim
     exponent = np.arange(0, R, 2, dtype=np.float32) / R
-    frequency = (1.0 / np.float32(config.rope_theta) ** exponent).astype(np.float32)
+    period = np.float32(config.rope_theta) ** exponent
     if config.rope_scaling is None:
-        return frequency
-    return yarn_frequencies(frequency, config.rope_theta, config.rope_scaling)
+        return 1 / period
+    return yarn_frequencies(period, config.rope_theta, config.rope_scaling)
 
 
 def magnitude(factor: float, mscale: float) -> float:

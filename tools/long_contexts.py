@@ -2,11 +2,13 @@
 
     python tools/long_contexts.py                      # all rows
     python tools/long_contexts.py deepseek-r1 scout    # rows whose name contains one of these
+    python tools/long_contexts.py --slots              # how many slots of the full context fit
+    python tools/long_contexts.py --chunks             # a prompt of 8,192 tokens, by its chunks
 
 Compiles a few layers at their true widths for a TPU slice (see `common.machines.dryrun`). Prints
 the bytes that move through memory, the compiler's estimate of cycles, the bytes that collectives
 return, and the bytes of temporaries. A loop of unknown length counts once: that is what an empty
-slot takes, whose filled positions are one part.
+slot takes, whose filled positions are one part. Branches do not count: an empty slot takes none.
 """
 
 import importlib
@@ -21,12 +23,18 @@ sys.path[:0] = [str(ROOT)]
 
 import jax.numpy as jnp  # noqa: E402
 
-from common.machines.chips import devices_of  # noqa: E402
-from common.machines.dryrun import Report, dry_run  # noqa: E402
+from common.machines.chips import chip_of, devices_of  # noqa: E402
+from common.machines.dryrun import (  # noqa: E402
+    Report,
+    abstract_state,
+    abstract_weights,
+    device_bytes,
+    dry_run,
+)
 from common.quant import INT8  # noqa: E402
 from common.sharding import make_mesh, parse_mesh  # noqa: E402
 
-CHUNK = 512
+CHUNK, PROMPT = 512, 8192  # tokens
 CACHES = ("bfloat16", "int8", "float8_e4m3fn")
 
 
@@ -51,19 +59,19 @@ ROWS = [
 ]
 
 
-def measure(row: Row, devices: Any, capacity: int, cache: str) -> Report:
-    """Compiles `row.layers` layers in int8 (experts that are published in 4 bits stay so)."""
+def measure(
+    row: Row, devices: Any, capacity: int, cache: str, chunk: int = CHUNK, layers: int | None = None
+) -> Report:
+    """Compiles `layers` layers, or those of the row, with weights in int8; experts that are published
+    in 4 bits stay so."""
+    layers = layers or row.layers
     model = importlib.import_module(f"{row.family}.model")
     config = model.config_from_hf(importlib.import_module(f"{row.family}.shapes").SHAPES[row.size])
     if "first_k_dense_replace" in config._fields:  # one dense layer, then layers with experts
         config = config._replace(first_k_dense_replace=1)
-    fields: Any = dict(num_hidden_layers=row.layers)
-    if "n_layer" in config._fields:
-        fields = dict(n_layer=row.layers)
-    if "layer_types" in config._fields:
-        fields |= dict(layer_types=config.layer_types[: row.layers])
+    fields: Any = {"n_layer" if "n_layer" in config._fields else "num_hidden_layers": layers}
     mesh = make_mesh(**parse_mesh(row.axes), devices=devices)
-    options: Any = dict(storage=INT8, cache_dtype=jnp.dtype(cache), prefill=CHUNK, slots=1)
+    options: Any = dict(storage=INT8, cache_dtype=jnp.dtype(cache), prefill=chunk, slots=1)
     report, _ = dry_run(model, config._replace(**fields), mesh, capacity=capacity, **options)
     return report
 
@@ -81,7 +89,60 @@ def measured(rows: list[Row]) -> Iterator[tuple[Row, str, list[Report]]]:
             yield row, cache, [report.result() for report in reports]
 
 
+def print_slots() -> None:
+    """Prints how many slots of the full context fit beside the weights, with windows and chunks in
+    rings, and with all positions in all layers."""
+    print(
+        "| | memory | cache | a slot, all positions | in rings | slots, all positions | in rings |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for row in (row for row in ROWS if row.family in ("gpt_oss", "llama4")):
+        model = importlib.import_module(f"{row.family}.model")
+        sizes = importlib.import_module(f"{row.family}.shapes").SHAPES
+        config = model.config_from_hf(sizes[row.size])
+        mesh = make_mesh(**parse_mesh(row.axes), devices=devices_of(row.topology))
+        chip = chip_of(mesh.devices.flat[0])
+        weights = device_bytes(abstract_weights(model, config, mesh, jnp.dtype("bfloat16"), INT8))
+        for cache in CACHES[:2]:
+            state = abstract_state(model, config, mesh, 1, row.capacities[1], jnp.dtype(cache))
+            layers = [device_bytes(layer) for layer in state.cache]
+            slots = [max(layers) * len(layers), sum(layers)]
+            room = 0.95 * chip.memory - weights
+            fit = " | ".join(f"{room / slot:.1f}" for slot in slots)
+            took = " | ".join(f"{slot / 1e9:.2f} GB" for slot in slots)
+            print(
+                f"| {row.size}, {row.capacities[1]:,} positions, {row.topology}, int8 "
+                f"| {room / 1e9:.1f} GB | {cache} | {took} | {fit} |"
+            )
+
+
+def print_chunks() -> None:
+    """Prints what a prompt takes in chunks of several lengths, in all layers: two and four layers are
+    compiled, and the rest follows from their difference. All chunks count as the first one does."""
+    print("| | tokens at once | cycles | traffic, GB | collectives, GB | temporaries, MB |")
+    print("|---|---|---|---|---|---|")
+    for row in (row for row in ROWS if row.size in ("llama3.1-70b", "deepseek-r1", "gpt-oss-120b")):
+        shapes = importlib.import_module(f"{row.family}.shapes").SHAPES
+        devices, depth = devices_of(row.topology), shapes[row.size]["num_hidden_layers"]
+        for chunk in (512, 1024, 2048):
+            few, more = (measure(row, devices, PROMPT, "int8", chunk, layers) for layers in (2, 4))
+            totals = [
+                (getattr(few, n) + (getattr(more, n) - getattr(few, n)) * (depth - 2) / 2)
+                * (PROMPT / chunk)
+                for n in ("cycles", "traffic", "sent")
+            ]
+            print(
+                f"| {row.size}, {row.topology}, `{row.axes}` | {chunk} | {totals[0] / 1e6:,.0f} M "
+                f"| {totals[1] / 1e9:.1f} | {totals[2] / 1e9:.1f} "
+                f"| {more.temporaries / 1e6:.0f} |",
+                flush=True,
+            )
+
+
 def main(wanted: list[str]) -> None:
+    if wanted in (["--slots"], ["--chunks"]):
+        (print_slots if wanted == ["--slots"] else print_chunks)()
+        return
     rows = [row for row in ROWS if not wanted or any(name in row.size for name in wanted)]
     print(
         "| | layers | cache | capacity | traffic, GB | cycles | collectives, MB | temporaries, MB |"

@@ -1,0 +1,118 @@
+"""Measures what reading a prompt costs by the room that its slot has, and by what is read before.
+
+    python -m benchmarks.contexts llama3 DIR
+    python -m benchmarks.contexts deepseek_r1 benchmarks/small_latent.json --plot latent.svg
+
+The weights are random. The first chunk, of 512 tokens, is timed in turns in a slot of 2,048
+positions and in one of 65,536. With --plot, a prompt of 32,768 tokens is read into the larger slot,
+and the seconds of its chunks are drawn, with the straight line that fits them best: a chunk costs a
+constant, and something for each token before it.
+"""
+
+import argparse
+import importlib
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from common.serving.load import Model, open_model, read_weights
+from common.serving.session import PROMPT_CHUNK, init_state
+
+CAPACITIES = (2048, 65_536)
+PROMPT = 32_768  # tokens
+ROUNDS = 9
+
+
+def chunk_seconds(model: Model, state: Any) -> tuple[float, Any]:
+    """Reads the next chunk of a slot. Returns the seconds, and the state after it."""
+    tokens = np.random.default_rng(0).integers(1, 1000, (1, PROMPT_CHUNK), np.int32)
+    count = np.full(1, PROMPT_CHUNK, np.int32)
+    began = time.perf_counter()
+    static: Any = dict(config=model.config, mesh=model.mesh)
+    state = model.module.prefill(model.weights, state, tokens, count, **static)
+    jax.block_until_ready(state)
+    return time.perf_counter() - began, state
+
+
+def empty(model: Model, capacity: int) -> Any:
+    shape: Any = dict(slots=1, capacity=capacity, dtype=model.dtype, mesh=model.mesh)
+    return init_state(model.module, model.config, **shape)
+
+
+def first_chunks(model: Model) -> dict[int, float]:
+    """Returns the median seconds of the first chunk, for each capacity."""
+    took: dict[int, list[float]] = {capacity: [] for capacity in CAPACITIES}
+    states = {capacity: empty(model, capacity) for capacity in CAPACITIES}
+    for turn in range(ROUNDS + 1):
+        for capacity, state in states.items():
+            state = state._replace(length_B=state.length_B * 0)
+            seconds, states[capacity] = chunk_seconds(model, state)
+            took[capacity] += [seconds] if turn else []  # the first round compiles
+    return {capacity: statistics.median(seconds) for capacity, seconds in took.items()}
+
+
+def all_chunks(model: Model) -> list[float]:
+    """Returns the seconds of each chunk of a prompt of PROMPT tokens."""
+    state, took = empty(model, CAPACITIES[1]), []
+    chunk_seconds(model, empty(model, CAPACITIES[1]))
+    for _ in range(PROMPT // PROMPT_CHUNK):
+        seconds, state = chunk_seconds(model, state)
+        took.append(seconds)
+    return took
+
+
+def picture(seconds: list[float], name: str) -> str:
+    """Draws the seconds of chunks, and the straight line that fits them best."""
+    wide, high, left, bottom, top = 640, 300, 60, 260, max(seconds) * 1.1
+    slope, start = np.polyfit(np.arange(len(seconds)), seconds, 1)
+
+    def at(i: float, y: float) -> str:
+        return f"{left + i * (wide - left - 20) / len(seconds):.1f},{bottom - y / top * 230:.1f}"
+
+    dots = "".join(
+        '<circle cx="{}" cy="{}" r="3"/>'.format(*at(i, y).split(","))
+        for i, y in enumerate(seconds)
+    )
+    ends = at(0, start), at(len(seconds) - 1, start + slope * (len(seconds) - 1))
+    x, y = wide - 20, bottom
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" role="img">
+<title>{name}: seconds to read {PROMPT_CHUNK} tokens, by the tokens that are read before</title>
+<style>text {{ font: 12px system-ui, sans-serif; fill: #1f2328 }} circle {{ fill: #0969da }}
+line, polyline {{ stroke: #59636e; fill: none }}
+@media (prefers-color-scheme: dark) {{ text {{ fill: #f0f6fc }} }}</style>
+<line x1="{left}" y1="{y}" x2="{x}" y2="{y}"/><line x1="{left}" y1="20" x2="{left}" y2="{y}"/>
+<text x="8" y="14">{name}: seconds for {PROMPT_CHUNK} tokens</text>
+<text x="8" y="34">{top:.2f}</text><text x="8" y="{y}">0</text>
+<text x="{left}" y="{y + 18}">0</text>
+<text x="{x}" y="{y + 18}" text-anchor="end">{PROMPT:,} tokens before them</text>
+<polyline points="{ends[0]} {ends[1]}"/>
+{dots}
+</svg>
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("family")
+    parser.add_argument("shape", help="a published size, a config.json or a directory with one")
+    parser.add_argument("--plot", type=Path, help="the SVG file to write")
+    args = parser.parse_args()
+    module = importlib.import_module(f"{args.family}.model")
+    model = read_weights(open_model(module, args.shape, dtype="float32", random=True))
+    times = first_chunks(model)
+    for capacity, seconds in times.items():
+        print(f"{PROMPT_CHUNK} tokens into an empty slot of {capacity:,}: {seconds:.3f} s")
+    print(f"ratio {times[CAPACITIES[1]] / times[CAPACITIES[0]]:.3f}")
+    if args.plot:
+        took = all_chunks(model)
+        slope, start = np.polyfit(np.arange(len(took)), took, 1)
+        print(f"{start:.3f} s a chunk, and {1e3 * slope:.2f} ms for each chunk before it")
+        args.plot.write_text(picture(took, Path(args.shape).stem), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
