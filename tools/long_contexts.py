@@ -62,8 +62,8 @@ ROWS = [
 def measure(
     row: Row, devices: Any, capacity: int, cache: str, chunk: int = CHUNK, layers: int | None = None
 ) -> Report:
-    """Compiles `layers` layers, or those of the row, with weights in int8; experts that are published
-    in 4 bits stay so."""
+    """Compiles `layers` layers, or those of the row, with weights in int8. Experts that are
+    published in 4 bits stay so."""
     layers = layers or row.layers
     model = importlib.import_module(f"{row.family}.model")
     config = model.config_from_hf(importlib.import_module(f"{row.family}.shapes").SHAPES[row.size])
@@ -117,8 +117,8 @@ def print_slots() -> None:
 
 
 def print_chunks() -> None:
-    """Prints what a prompt takes in chunks of several lengths, in all layers: two and four layers are
-    compiled, and the rest follows from their difference. All chunks count as the first one does."""
+    """Prints what a prompt takes in chunks of several lengths, in all layers: two and four layers
+    are compiled, and the rest follows from their difference. All chunks count as the first does."""
     print("| | tokens at once | cycles | traffic, GB | collectives, GB | temporaries, MB |")
     print("|---|---|---|---|---|---|")
     for row in (row for row in ROWS if row.size in ("llama3.1-70b", "deepseek-r1", "gpt-oss-120b")):
