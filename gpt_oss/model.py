@@ -150,7 +150,7 @@ class DecodeState(NamedTuple):
     slot's length to 0. It clears nothing: what a cache holds past a slot's length has no effect."""
 
     # For each layer two arrays of [B, K, S, H]: rotated keys, and values. If H is not a multiple of
-    # 128, they share one array, [B, K, S, 2 * H].
+    # 128, they share one array, [B, K, S, 2 * H]. A ring of a sliding layer has a smaller S.
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet

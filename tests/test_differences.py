@@ -28,6 +28,7 @@ INTENDED = {
     ("forward", "gpt2"): "adds learned positions; its head is always the embedding",
     ("DecodeState", "gpt2"): "its keys are not rotated",
     ("init_state", "gpt2"): "as many key/value heads as query heads",
+    ("DecodeState", "gpt_oss"): "has windows",
     ("init_state", "gpt_oss"): "has windows",
 }
 LATENT = {

@@ -99,11 +99,10 @@ def release(session: Session, slot: int) -> None:
     prefixes, place = session.prefixes[slot // session.per_row], Place(SLOT, slot % session.per_row)
     if work.tokens[-1] == INVALID:
         forget(prefixes, place)
-        return
-    tokens = prefixes.texts[place].tokens
-    if session.reuse_multiple == 1:  # a reply is not read in chunks, so it may round otherwise
-        tokens = work.tokens[:-1]
-    hold(prefixes, place, tokens, written=len(work.tokens))
+    elif session.reuse_multiple == 1:  # a reply is not read in chunks, so it may round otherwise
+        hold(prefixes, place, work.tokens[:-1])
+    else:
+        use(prefixes, place, len(work.tokens))
 
 
 def copy(session: Session, row: int, place: Place, length: int) -> None:

@@ -58,10 +58,12 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     )
 
 
-def use(prefixes: Prefixes, place: Place) -> None:
-    """Notes that the text of a place was needed."""
+def use(prefixes: Prefixes, place: Place, written: int = 0) -> None:
+    """Notes that the text of a place was needed, and how many positions are written by now."""
     prefixes.time += 1
-    prefixes.texts[place] = prefixes.texts[place]._replace(used=prefixes.time)
+    text = prefixes.texts[place]
+    written = max(written, text.written)
+    prefixes.texts[place] = text._replace(used=prefixes.time, written=written)
 
 
 def hold(
