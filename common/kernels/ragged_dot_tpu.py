@@ -20,7 +20,7 @@ of several experts is multiplied once for each.
 instead, x is split into even and odd columns, and the two products are added.
 
 Matrices in groups are stored as [I, O], so a scale is a row of vectors. If all rows of x fit in one
-tile, weights are widened where they are multiplied. With very few rows, widening would take longer
+tile, weights are widened where they are multiplied. With few rows, widening would take longer
 than all else. So the integers are multiplied as they are, and the scales multiply the sums of the
 groups. A product takes 128 columns of x, which may be several groups: then they are repeated, each
 time with zeros in all groups but one. This costs little, because loading the weights takes longer.
@@ -63,7 +63,8 @@ MANY_ROWS = 256  # in a tile, if experts have at least this many on average
 UPCAST_ROWS = 32  # of a matrix at a time; a memory tile of 8-bit numbers has as many
 GROUPS = (8, 16, 32, 64)  # numbers that share a scale; multiples of 128 are taken as well
 MAX_COLUMNS = 512  # in a tile of groups, whose program grows with it
-FEWEST_ROWS = 32  # up to so many rows of x, repeats included, the scales multiply the sums
+# Up to so many rows of x the scales multiply the sums: without repeats, and with all of these.
+FEWEST_ROWS, FEWEST_REPEATED = 64, 32
 
 
 class Pairs(NamedTuple):
@@ -148,7 +149,8 @@ def _repeats(w_EOI: Matrix, rows: int, M: int) -> int:
     0 if they multiply the weights."""
     group = _group(w_EOI)
     repeats = max(1, LANES // group) if group else 0
-    return repeats if rows == M and repeats * rows <= FEWEST_ROWS else 0
+    fewest = FEWEST_ROWS if repeats == 1 else FEWEST_REPEATED
+    return repeats if rows == M and repeats * rows <= fewest else 0
 
 
 def _compute_dtype(x_MI: Array, w_EOI: Matrix) -> Any:
