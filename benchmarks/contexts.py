@@ -70,14 +70,14 @@ def picture(seconds: list[float], name: str) -> str:
     wide, high, left, bottom, top = 640, 300, 60, 260, max(seconds) * 1.1
     slope, start = np.polyfit(np.arange(len(seconds)), seconds, 1)
 
-    def at(i: float, y: float) -> str:
-        return f"{left + i * (wide - left - 20) / len(seconds):.1f},{bottom - y / top * 230:.1f}"
+    def at(i: int, y: float) -> tuple[str, str]:
+        x = left + i * (wide - left - 20) / len(seconds)
+        return f"{x:.1f}", f"{bottom - y / top * 230:.1f}"
 
-    dots = "".join(
-        '<circle cx="{}" cy="{}" r="3"/>'.format(*at(i, y).split(","))
-        for i, y in enumerate(seconds)
-    )
-    ends = at(0, start), at(len(seconds) - 1, start + slope * (len(seconds) - 1))
+    places = [at(i, y) for i, y in enumerate(seconds)]
+    dots = "".join(f'<circle cx="{x}" cy="{y}" r="3"/>' for x, y in places)
+    last = len(seconds) - 1
+    ends = [",".join(at(i, start + slope * i)) for i in (0, last)]
     x, y = wide - 20, bottom
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" role="img">
 <title>{name}: seconds to read {PROMPT_CHUNK} tokens, by the tokens that are read before</title>

@@ -111,8 +111,8 @@ def capacity_of(cache: tuple[LayerCache, ...]) -> int:
 def shortest_beginning(cache: tuple[LayerCache, ...], written: int) -> int:
     """After `written` positions of a slot were written: the least n for which it still has all that
     is needed to go on from its first n tokens."""
-    rings = [layer for layer in cache if layer.ring is not None and written > places(layer)]
-    return max((written - places(x) + x.ring.reach - 1 for x in rings if x.ring), default=0)
+    rings = [(places(layer), layer.ring.reach) for layer in cache if layer.ring is not None]
+    return max((written - S + reach - 1 for S, reach in rings if written > S), default=0)
 
 
 # ---- writing
@@ -256,7 +256,7 @@ def attend(
     A query sees all positions up to its own. With `window` it sees the last `window` of them, its
     own included; with `chunk` it sees those with the same position // chunk. Up to FEW_QUERIES
     queries go to `ragged_decode_attention`, more go to `prefill_attention`; both explain the other
-    arguments.
+    arguments. A ring has parts of two laps, and attention to each is computed on its own.
     """
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     arrays: Any = dict(k_scale_BKS=cache.k_scale, v_scale_BKS=cache.v_scale)

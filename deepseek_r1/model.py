@@ -235,7 +235,7 @@ def rope_frequencies(config: Config) -> np.ndarray:
     """Radians per position of each pair of neighbours (2 i, 2 i + 1), [R / 2]."""
     R = config.qk_rope_head_dim
     exponent = np.arange(0, R, 2, dtype=np.float32) / R
-    period = np.float32(config.rope_theta) ** exponent
+    period = np.power(config.rope_theta, exponent, dtype=np.float64).astype(np.float32)
     if config.rope_scaling is None:
         return 1 / period
     return yarn_frequencies(period, config.rope_theta, config.rope_scaling)
@@ -331,7 +331,7 @@ def attention(
     its probability by 13 %. If T is at most FEW_QUERIES (8), most time goes into reading the cache,
     and `absorbed` runs. If T is larger, most time goes into arithmetic, and `expanded` runs: a
     score then costs U + R multiplications; in `absorbed` it costs C + R. For a sliding window,
-    `prefill_attention` takes `window`; `attend_latent` would need such an argument."""
+    `attend_latent` and `attend_expanded` would need an argument."""
     B, T, _ = x_BTD.shape
     q = queries(x_BTD, layer, step, config)
     cache = append_latent(cache, latents(x_BTD, layer, step, config), step.end_B - T)

@@ -200,7 +200,7 @@ def yarn_frequencies(period: np.ndarray, theta: float, yarn: Yarn) -> np.ndarray
 def rope_frequencies(config: Config) -> np.ndarray:
     """Radians per position of each pair (i, i + H / 2) of a head, [H / 2]."""
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
-    period = np.float32(config.rope_theta) ** exponent
+    period = np.power(config.rope_theta, exponent, dtype=np.float64).astype(np.float32)
     if config.rope_scaling is None:
         return 1 / period
     return yarn_frequencies(period, config.rope_theta, config.rope_scaling)

@@ -135,7 +135,7 @@ def rope_frequencies(config: Config) -> np.ndarray:
     """Radians per position of each pair (i, i + H / 2) of a head, [H / 2]. Scaling of type llama3
     divides the slow ones by `factor`, keeps the fast ones, and blends those in between."""
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
-    frequency = (1.0 / np.float32(config.rope_theta) ** exponent).astype(np.float32)
+    frequency = 1 / np.power(config.rope_theta, exponent, dtype=np.float64).astype(np.float32)
     if config.rope_scaling is None:
         return frequency
     factor, low, high, original = config.rope_scaling

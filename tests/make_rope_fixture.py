@@ -1,9 +1,10 @@
 """Makes tests/fixtures/rope.npz: what transformers computes of positions in long contexts.
 
-    pip install torch==2.13.0 transformers
+    pip install torch==2.13.0 transformers    # beside what the project needs
     python tests/make_rope_fixture.py
 
-For a published size of each family it holds the frequencies, and cosines and sines at POSITIONS.
+For a published size of each family it holds the name of the size, the frequencies, and cosines and
+sines at POSITIONS.
 """
 
 import importlib
@@ -42,6 +43,7 @@ def main() -> None:
         rotary = getattr(module, f"{prefix}RotaryEmbedding")(config)
         result = rotary(torch.zeros(1, len(POSITIONS), 8), torch.tensor([POSITIONS]))
         pair = result if isinstance(result, tuple) else (result.real, result.imag)
+        arrays[f"{family}_size"] = np.array(size)
         arrays[f"{family}_frequency"] = rotary.inv_freq.numpy()
         for kind, x in zip(("cos", "sin"), pair, strict=True):  # some have each pair twice
             arrays[f"{family}_{kind}"] = x[0, :, : len(rotary.inv_freq)].numpy()

@@ -377,6 +377,23 @@ def test_prefill_attention_computes_the_formula_whatever_lies_past_the_lengths(
     assert_close(o, inputs.o, **bound(case), what=f"{case} {implementation}")
 
 
+@pytest.mark.parametrize("T, ends", [(33, (1040, 1536, 513, 0)), (700, (1100, 1536, 1600, 40))])
+@pytest.mark.parametrize("dtype", [jnp.float32, INT8], ids=["f32", "int8"])
+def test_a_part_of_a_chunk_is_seen_by_the_queries_of_that_chunk_alone(dtype, T, ends):
+    """On TPU a chunk of 1,024 is read in parts of 512. In some slots the queries are in two chunks,
+    and what lies past a length is NaN."""
+    inputs = make(Case(40, 2, 2, T, S=2048, cache=dtype, sinks=True), ends)
+    options = dict(scale=inputs.scale, chunk=1024, return_lse=True)
+    want, got = (
+        jax.jit(functools.partial(prefill_attention, **options, implementation=name))(
+            **inputs.arrays
+        )
+        for name in ("reference", "tpu")
+    )
+    assert_close(got[0], want[0], atol=F32_ATOL)
+    assert_lse(np.asarray(got[1]), np.asarray(want[1]))
+
+
 @pytest.mark.parametrize("starts, untouched", [("window", [512, 512, 0]), ("chunk", [512, 512, 0])])
 def test_splash_touches_no_block_that_every_window_or_chunk_leaves_out(starts, untouched):
     """The values of such blocks are NaN here, and 0 * NaN is NaN. The outputs are still right."""

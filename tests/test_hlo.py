@@ -122,6 +122,18 @@ MOVES = """\
   ROOT %ds = f32[1,128]{1,0} dynamic-slice(%p0, %p1, %p1), dynamic_slice_sizes={1,128}
 }
 
+%relaid (r0: f32[64,128]) -> f32[64,128] {
+  %r0 = f32[64,128]{1,0} parameter(0)
+  ROOT %copied = f32[64,128]{0,1} copy(%r0)
+}
+
+%slice_of_copy (s0: f32[64,128], s1: s32[]) -> f32[1,128] {
+  %s0 = f32[64,128]{1,0} parameter(0)
+  %s1 = s32[]{:S(6)} parameter(1)
+  %inner = f32[64,128]{0,1} fusion(%s0), kind=kLoop, calls=%relaid
+  ROOT %piece = f32[1,128]{1,0} dynamic-slice(%inner, %s1, %s1), dynamic_slice_sizes={1,128}
+}
+
 %update (q0: f32[64,128], q1: f32[1,128], q2: s32[]) -> f32[64,128] {
   %q0 = f32[64,128]{1,0} parameter(0)
   %q1 = f32[1,128]{1,0} parameter(1)
@@ -147,6 +159,12 @@ OPERATIONS = {
     "a view": ("f32[8192]{0} bitcast(%x)", 0, 0),
     "a slice": ("f32[1,128]{1,0} dynamic-slice(%x, %i, %i)", ROW, ROW),
     "a fused slice": ("f32[1,128]{1,0} fusion(%x, %i), kind=kLoop, calls=%slice", ROW, ROW),
+    "a fused copy": ("f32[64,128]{0,1} fusion(%x), kind=kLoop, calls=%relaid", ALL, ALL),
+    "a fused slice of a copy": (
+        "f32[1,128]{1,0} fusion(%x, %i), kind=kLoop, calls=%slice_of_copy",
+        ROW,
+        ROW,
+    ),
     "an update": ("f32[64,128]{1,0} dynamic-update-slice(%x, %row, %i, %i)", ROW, ROW),
     "a fused update": (
         "f32[64,128]{1,0} fusion(%x, %row, %i), kind=kLoop, calls=%update",

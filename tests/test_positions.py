@@ -8,35 +8,32 @@ import numpy as np
 import pytest
 from compare import assert_close
 from engine import FIXTURES, model_of
+from families import FAMILIES
 
-SIZES = {
-    "llama3": "llama3.1-8b",
-    "qwen3": "qwen3-8b",
-    "gpt_oss": "gpt-oss-20b",
-    "llama4": "llama-4-scout",
-    "deepseek_r1": "deepseek-r1",
-    "kimi_k2": "kimi-k2-instruct",
-}
+with np.load(FIXTURES / "rope.npz") as z:
+    ROPE = dict(z)
+# Every family but gpt2, whose positions are learned.
+ROTARY = [name for name, family in FAMILIES.items() if family.shown and name != "gpt2"]
 # Pairs whose frequency torch does not round correctly, because its power of float32 does not.
 ROUNDED = {"qwen3": 1, "gpt_oss": 2, "kimi_k2": 1}
 
 
 def config_of(family):
     shapes = importlib.import_module(f"{family}.shapes").SHAPES
-    return model_of(family).config_from_hf(shapes[SIZES[family]])
+    return model_of(family).config_from_hf(shapes[str(ROPE[f"{family}_size"])])
 
 
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family", ROTARY)
 def test_angles_up_to_position_140_000_are_those_of_transformers(family):
-    with np.load(FIXTURES / "rope.npz") as z:
-        want = {kind: z[f"{family}_{kind}"] for kind in ("frequency", "cos", "sin")}
-        positions = z["positions"]
+    want = {kind: ROPE[f"{family}_{kind}"] for kind in ("frequency", "cos", "sin")}
     model, config = model_of(family), config_of(family)
     frequency = model.rope_frequencies(config)
     same = frequency == want["frequency"]
     assert frequency.dtype == np.float32 and (~same).sum() == ROUNDED.get(family, 0)
     assert_close(frequency, want["frequency"], atol=6e-8)
-    for got, kind in zip(model.rotary(positions[None], config), ("cos", "sin"), strict=True):
+    for got, kind in zip(
+        model.rotary(ROPE["positions"][None], config), ("cos", "sin"), strict=True
+    ):
         assert_close(np.asarray(got)[0, :, 0, same], want[kind].T[same], atol=1e-5, what=kind)
 
 

@@ -58,8 +58,8 @@ def prefill_attention(
       k_scale_BKS, v_scale_BKS: float32 scales of an int8 or fp8 cache, one per token and head. The
         values of shared rows have the keys' scale, unless v_scale_BKS is given.
       sinks_N: one logit per query head, which joins the softmax without a value vector.
-      return_lse: also return the log-sum-exp of each query's scores, float32 [B, T, N]; -inf for a
-        query that sees nothing. Attention over parts of the positions is merged with it.
+      return_lse: also return the log-sum-exp of each query's scores and its sink, float32 [B, T,
+        N]; -inf if there are none. Attention over parts of the positions is merged with it.
       implementation: an `Impl`. "auto" is splash for bf16 queries on TPU, else "blocked", because
         splash multiplies float32 in bf16. "tpu" is splash; other platforms interpret it, for tests.
         "gpu" is the same as "blocked". The last one is "reference".

@@ -7,11 +7,13 @@ block of scores, whether to compute it and which keys to fetch. These arrays are
 
 Splash multiplies whole blocks, and 0 * NaN is NaN, so stale values are first set to zero; and it
 takes no int8. Both need a copy. So that a copy does not grow with S, a long cache is read in parts,
-as far as it is filled, and the results are merged by their log-sum-exps. A window or a chunk of a
-long cache is cut out and is one such part. The rows run one after the other, because the splash
-kernel has no batch axis; prefill has few (one per `data` shard).
+as far as it is filled, and the results are merged by their log-sum-exps. With chunks, a part lies
+in one of them, and the parts before the first chunk are left out. With a window, all is copied at
+once: such caches are short. The rows run one after the other, because the splash kernel has no
+batch axis; prefill has few (one per `data` shard).
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,7 +53,8 @@ def prefill_attention_tpu(
 ) -> Any:
     """Computes `prefill_attention`. Shared rows are used whole as keys; q is padded to [0 | q]."""
     T, S = q_BTNH.shape[1], k_BKSH.shape[2]
-    part = S if window is not None else part_of(S if chunk is None else min(chunk, S), S)
+    size = math.gcd(S, chunk or S)
+    part = S if window is not None else next((n for n in PARTS if size % n == 0), S)
     whole = part == S
     options: Any = dict(window=window, chunk=chunk) if whole else dict(window=None, chunk=None)
     options |= dict(scale=scale, v_dim=v_dim, interpret=interpret)
@@ -76,11 +79,6 @@ def prefill_attention_tpu(
         end = jnp.minimum(lax.div(lengths_B.max() + part - 1, part), S // part)
         o, lse = attend_in_parts(attend, first, end, sinks_N)
     return (o, lse) if return_lse else o
-
-
-def part_of(size: int, S: int) -> int:
-    """How many of S positions are copied at once: a divisor of `size` and S; all if none is good"""
-    return next((n for n in PARTS if size % n == 0 and S % n == 0), S)
 
 
 def _attend(
