@@ -67,23 +67,33 @@ def product(x: Array, w: Array, contract: int = 1, sum_dtype: DTypeLike = jnp.fl
         axes = (((1,), (contract,)), ((), ()))
         return lax.dot_general(x, w, axes, precision=precision, preferred_element_type=sum_dtype)
 
-    def widened(x: Array, w: Array) -> Array:
-        return multiply(x.astype(jnp.float32), w.astype(jnp.float32))
+    def wide(x: Array, w: Array) -> Array:
+        return multiply(x.astype(jnp.float32), widened(w, x))
 
-    if x.dtype == jnp.bfloat16 and len(x) in WIDENED_ROWS and not has_matrix_unit():
-        return lax.platform_dependent(x, w, cpu=widened, default=multiply)
+    if x.dtype == jnp.bfloat16 and len(x) in WIDENED_ROWS and not multiplies_bfloat16():
+        return lax.platform_dependent(x, w, cpu=wide, default=multiply)
     return multiply(x, w)
 
 
+def widened(w: Array, x: Array) -> Array:
+    """w in float32. It is computed from x too, because XLA on CPU would else write out the matrices
+    of all layers before the first product, and hold them all."""
+    if w.dtype == jnp.float32:
+        return w
+    zero = x.ravel()[0] > jnp.inf  # which is always false, but XLA cannot know
+    return w.astype(jnp.float32) + zero.astype(jnp.float32)
+
+
 @cache
-def has_matrix_unit() -> bool:
+def multiplies_bfloat16() -> bool:
     """Whether this CPU is assumed to multiply many rows faster in bfloat16 than in float32. It is
-    assumed of all CPUs except those of which Linux says that they have AVX and no AMX."""
+    assumed of all CPUs except those of which Linux says that they have AVX, but neither a matrix
+    unit (AMX) nor a vector instruction for it."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
         return True
-    return "amx_bf16" in info or "avx" not in info
+    return "amx_bf16" in info or "avx512_bf16" in info or "avx" not in info
 
 
 def upcast_product(x: Array, values: Array) -> Array:
@@ -195,7 +205,7 @@ def product_of_heads(equation: str, x: Array, w_NOI: Array) -> Array:
     dot = partial(jnp.einsum, equation, precision=precision, preferred_element_type=jnp.float32)
 
     def wide(x: Array, w: Array) -> Array:
-        return dot(x.astype(jnp.float32), w.astype(jnp.float32))
+        return dot(x.astype(jnp.float32), widened(w, x))
 
     return lax.platform_dependent(x, w_NOI, cpu=wide, default=dot)
 

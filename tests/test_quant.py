@@ -221,7 +221,7 @@ def test_a_dense_product_is_that_of_numpy(lead, dtype, rtol, transposed):
     assert_close(y / by_row(want), want / by_row(want), atol=rtol)
 
 
-@pytest.mark.parametrize("unit", [True, False], ids=["matrix-unit", "none"])
+@pytest.mark.parametrize("unit", [True, False], ids=["instruction", "none"])
 @pytest.mark.parametrize(
     "rows, platform, widened",
     [
@@ -232,10 +232,10 @@ def test_a_dense_product_is_that_of_numpy(lead, dtype, rtol, transposed):
         (WIDENED_ROWS[0], "tpu", False),
     ],
 )
-def test_many_rows_of_bfloat16_are_widened_on_a_cpu_without_a_unit_for_them(
+def test_many_rows_of_bfloat16_are_widened_on_a_cpu_without_an_instruction_for_them(
     unit, rows, platform, widened, monkeypatch
 ):
-    monkeypatch.setattr(products, "has_matrix_unit", lambda: unit)
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: unit)
     x, w = operands((rows,), "bfloat16")
     traced = jax.jit(lambda x, w: linear(x, w)).trace(x, w)
     (dot,) = re.findall(
@@ -249,16 +249,35 @@ def test_many_rows_of_bfloat16_are_widened_on_a_cpu_without_a_unit_for_them(
     assert_close(y / by_row(want), want / by_row(want), atol=2**-8)
 
 
+@pytest.mark.parametrize("heads", [False, True], ids=["linear", "headwise"])
+def test_of_the_matrices_that_are_widened_one_is_in_memory_at_a_time(heads, monkeypatch):
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
+    few = (1, 1, 8, 64) if heads else (WIDENED_ROWS[0], 512)
+    x = jnp.ones(few, jnp.bfloat16)
+    layers = [jnp.ones((512, few[-1]), jnp.bfloat16)] * 16
+
+    def forward(x, layers):
+        for w in layers:
+            y = headwise(x, w, slice(None)) if heads else linear(x, w)
+            x = x + y
+        return x
+
+    memory = jax.jit(forward).lower(x, layers).compile().memory_analysis()
+    widened = 4 * layers[0].size  # bytes of one matrix in float32
+    assert memory.temp_size_in_bytes < 4 * (widened + x.nbytes)
+
+
 @pytest.mark.parametrize(
     "info, unit",
     [
-        ("flags : sse avx avx512_bf16 amx_bf16 amx_tile", True),
-        ("flags : sse avx avx512_bf16", False),
+        ("flags : sse avx avx512f amx_bf16 amx_tile", True),
+        ("flags : sse avx avx512_bf16", True),
+        ("flags : sse avx avx2 avx512f", False),
         ("Features : fp asimd bf16", True),
         (None, True),
     ],
 )
-def test_a_cpu_says_whether_it_has_a_matrix_unit(info, unit, monkeypatch):
+def test_a_cpu_says_whether_it_multiplies_bfloat16(info, unit, monkeypatch):
     def read_text(path):
         assert str(path) == "/proc/cpuinfo"
         if info is None:
@@ -266,7 +285,7 @@ def test_a_cpu_says_whether_it_has_a_matrix_unit(info, unit, monkeypatch):
         return info
 
     monkeypatch.setattr(products.Path, "read_text", read_text)
-    assert products.has_matrix_unit.__wrapped__() == unit
+    assert products.multiplies_bfloat16.__wrapped__() == unit
 
 
 @pytest.mark.parametrize("lead", LEADS, ids=str)

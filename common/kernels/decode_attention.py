@@ -23,6 +23,7 @@ Array = jax.Array
 
 FEW_QUERIES = 8  # up to this many a slot, reading the cache is the bound
 L1 = 8192  # float32 numbers in a CPU core's L1 cache, which holds a block of one head's rows
+LEAST_BLOCK = 32  # positions; with wide rows, the steps of smaller blocks would take longer
 
 
 def ragged_decode_attention(
@@ -81,7 +82,8 @@ def ragged_decode_attention(
     starts = jnp.zeros((B,), jnp.int32) if starts is None else starts
     starts_BT = jnp.broadcast_to(starts if starts.ndim == 2 else starts[:, None], (B, T))
     options: Any = dict(scale=scale, v_dim=v_dim)
-    blocked: Any = partial(attention_blocked, **options, block=min(256, L1 // row))
+    block = min(256, max(LEAST_BLOCK, L1 // row))
+    blocked: Any = partial(attention_blocked, **options, block=block)
     if q_BTNH.dtype != jnp.float32:  # XLA on CPU multiplies a few rows of bfloat16 slowly
         wide = partial(blocked, compute_dtype=jnp.float32)
         blocked = partial(lax.platform_dependent, cpu=wide, default=blocked)
