@@ -76,19 +76,20 @@ def product(x: Array, w: Array, contract: int = 1, sum_dtype: DTypeLike = jnp.fl
 
 
 def widened(w: Array, x: Array) -> Array:
-    """w in float32. It is computed from x too, because XLA on CPU would else write out the matrices
+    """w in float32, computed only when x is known. Otherwise XLA on CPU would write out the matrices
     of all layers before the first product, and hold them all."""
     if w.dtype == jnp.float32:
         return w
-    zero = x.ravel()[0] > jnp.inf  # which is always false, but XLA cannot know
-    return w.astype(jnp.float32) + zero.astype(jnp.float32)
+    never = x.ravel()[0] > jnp.inf  # no number is, but XLA does not know that
+    return w.astype(jnp.float32) + never.astype(jnp.float32)
 
 
 @cache
 def multiplies_bfloat16() -> bool:
     """Whether this CPU is assumed to multiply many rows faster in bfloat16 than in float32. It is
     assumed of all CPUs except those of which Linux says that they have AVX, but neither a matrix
-    unit (AMX) nor a vector instruction for it."""
+    unit (AMX) nor a vector instruction for it. With the instruction alone, this was measured on
+    AMD, and not on Intel."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -221,7 +221,7 @@ def test_a_dense_product_is_that_of_numpy(lead, dtype, rtol, transposed):
     assert_close(y / by_row(want), want / by_row(want), atol=rtol)
 
 
-@pytest.mark.parametrize("unit", [True, False], ids=["instruction", "none"])
+@pytest.mark.parametrize("native", [True, False], ids=["instruction", "none"])
 @pytest.mark.parametrize(
     "rows, platform, widened",
     [
@@ -233,16 +233,16 @@ def test_a_dense_product_is_that_of_numpy(lead, dtype, rtol, transposed):
     ],
 )
 def test_many_rows_of_bfloat16_are_widened_on_a_cpu_without_an_instruction_for_them(
-    unit, rows, platform, widened, monkeypatch
+    native, rows, platform, widened, monkeypatch
 ):
-    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: unit)
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: native)
     x, w = operands((rows,), "bfloat16")
     traced = jax.jit(lambda x, w: linear(x, w)).trace(x, w)
     (dot,) = re.findall(
         r"dot_general.*: \(tensor<[\dx]+x(\w+)>",
         traced.lower(lowering_platforms=(platform,)).as_text(),
     )
-    assert dot == ("f32" if widened and not unit else "bf16")
+    assert dot == ("f32" if widened and not native else "bf16")
     want = np.asarray(x).astype(np.float64) @ np.asarray(w).astype(np.float64).T
     y = jax.jit(lambda x, w: linear(x, w))(x, w)
     assert y.dtype == jnp.bfloat16
@@ -268,7 +268,7 @@ def test_of_the_matrices_that_are_widened_one_is_in_memory_at_a_time(heads, monk
 
 
 @pytest.mark.parametrize(
-    "info, unit",
+    "info, native",
     [
         ("flags : sse avx avx512f amx_bf16 amx_tile", True),
         ("flags : sse avx avx512_bf16", True),
@@ -277,7 +277,7 @@ def test_of_the_matrices_that_are_widened_one_is_in_memory_at_a_time(heads, monk
         (None, True),
     ],
 )
-def test_a_cpu_says_whether_it_multiplies_bfloat16(info, unit, monkeypatch):
+def test_a_cpu_says_whether_it_multiplies_bfloat16(info, native, monkeypatch):
     def read_text(path):
         assert str(path) == "/proc/cpuinfo"
         if info is None:
@@ -285,7 +285,7 @@ def test_a_cpu_says_whether_it_multiplies_bfloat16(info, unit, monkeypatch):
         return info
 
     monkeypatch.setattr(products.Path, "read_text", read_text)
-    assert products.multiplies_bfloat16.__wrapped__() == unit
+    assert products.multiplies_bfloat16.__wrapped__() == native
 
 
 @pytest.mark.parametrize("lead", LEADS, ids=str)

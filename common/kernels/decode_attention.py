@@ -23,7 +23,7 @@ Array = jax.Array
 
 FEW_QUERIES = 8  # up to this many a slot, reading the cache is the bound
 L1 = 8192  # float32 numbers in a CPU core's L1 cache, which holds a block of one head's rows
-LEAST_BLOCK = 32  # positions; with wide rows, the steps of smaller blocks would take longer
+LEAST_BLOCK = 32  # positions; rows of latents are so wide that L1 alone would make many steps
 
 
 def ragged_decode_attention(
