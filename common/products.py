@@ -76,8 +76,8 @@ def product(x: Array, w: Array, contract: int = 1, sum_dtype: DTypeLike = jnp.fl
 
 
 def widened(w: Array, x: Array) -> Array:
-    """w in float32, computed only when x is known. Otherwise XLA on CPU would write out the matrices
-    of all layers before the first product, and hold them all."""
+    """w in float32, computed only when x is known. Otherwise XLA on CPU would write out the
+    matrices of all layers before the first product, and hold them all."""
     if w.dtype == jnp.float32:
         return w
     never = x.ravel()[0] > jnp.inf  # no number is, but XLA does not know that
