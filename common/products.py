@@ -27,6 +27,7 @@ Array = jax.Array
 # For so many rows of bfloat16 it pays to write the matrix out in float32, if float32 products are
 # faster. For more rows, x itself would take much memory in float32.
 WIDENED_ROWS = range(256, 1025)
+INT8_ROWS = 32  # for so many rows it pays to write an int8 matrix out on CPU
 FEW_ROWS = 128  # up to so many, XLA on CPU is faster if it does not write a matrix in groups out
 
 
@@ -34,27 +35,27 @@ def linear(x: Array, w: Matrix, out_dtype: DTypeLike | None = None) -> Array:
     """x [..., in] times the transpose of w [out, in], summed in float32: [..., out] in `out_dtype`,
     or in x's dtype if that is not given.
 
-    On CPU, x is rounded to int8 row by row where w is int8: CPUs have an instruction for that
-    product. For any other, XLA would first write the whole weight out in a wider dtype.
+    On CPU, a few rows that are multiplied by int8 are rounded to the sum of two int8 arrays: CPUs
+    have an instruction for such products. For others, XLA would first write the whole weight out.
     """
     *lead, width = x.shape
     rows = x.reshape(-1, width)
     n = rows.shape[0]
     if isinstance(w, Grouped):
         return grouped_product(rows, w, out_dtype or x.dtype).reshape(*lead, -1)
-    if n == 1 and (isinstance(w, Rowwise) or x.dtype != jnp.float32):
-        # For one row XLA on CPU would upcast the whole weight; for two it reads the weight as it
-        # is.
-        rows = jnp.pad(rows, ((0, 1), (0, 0)))
     if isinstance(w, Rowwise):
-        forms: Any = dict(cpu=int8_product) if w.values.dtype == jnp.int8 else {}
-        y = lax.platform_dependent(rows, w.values, **forms, default=upcast_product)
-        y = y * w.scale
-    elif isinstance(w, Transposed):
-        y = product(rows, w.values, contract=0)
+        y = rowwise_product(rows, w.values) * w.scale
     else:
-        y = product(rows, dense(w, rows.dtype))
+        rows = rows if x.dtype == jnp.float32 else two_rows(rows)
+        contract, w = (0, w.values) if isinstance(w, Transposed) else (1, dense(w, rows.dtype))
+        y = product(rows, w, contract)
     return y[:n].astype(out_dtype or x.dtype).reshape(*lead, -1)
+
+
+def two_rows(x: Array) -> Array:
+    """x [rows, in] with at least two rows. For one row alone, XLA would upcast the whole weight on
+    CPU, and not use the matrix unit on TPU."""
+    return jnp.pad(x, ((0, max(0, 2 - len(x))), (0, 0)))
 
 
 def product(x: Array, w: Array, contract: int = 1, sum_dtype: DTypeLike = jnp.float32) -> Array:
@@ -67,21 +68,25 @@ def product(x: Array, w: Array, contract: int = 1, sum_dtype: DTypeLike = jnp.fl
         axes = (((1,), (contract,)), ((), ()))
         return lax.dot_general(x, w, axes, precision=precision, preferred_element_type=sum_dtype)
 
-    def wide(x: Array, w: Array) -> Array:
-        return multiply(x.astype(jnp.float32), widened(w, x))
-
     if x.dtype == jnp.bfloat16 and len(x) in WIDENED_ROWS and not multiplies_bfloat16():
+        wide = partial(widened_product, contract=contract)
         return lax.platform_dependent(x, w, cpu=wide, default=multiply)
     return multiply(x, w)
 
 
+def widened_product(x: Array, w: Array, contract: int = 1) -> Array:
+    """The product on CPU whose matrix is written out in the dtype that is multiplied fastest."""
+    x = x if multiplies_bfloat16() else x.astype(jnp.float32)
+    return product(x, widened(w, x), contract)
+
+
 def widened(w: Array, x: Array) -> Array:
-    """w in float32, computed only when x is known. Otherwise XLA on CPU would write out the
+    """w in x's dtype, computed only when x is known. Otherwise XLA on CPU would write out the
     matrices of all layers before the first product, and hold them all."""
-    if w.dtype == jnp.float32:
+    if w.dtype == x.dtype:
         return w
     never = x.ravel()[0] > jnp.inf  # no number is, but XLA does not know that
-    return w.astype(jnp.float32) + never.astype(jnp.float32)
+    return w.astype(x.dtype) + never.astype(x.dtype)
 
 
 @cache
@@ -97,17 +102,31 @@ def multiplies_bfloat16() -> bool:
     return "amx_bf16" in info or "avx512_bf16" in info or "avx" not in info
 
 
+def rowwise_product(x: Array, values: Array) -> Array:
+    """x [rows, in] times the values [out, in] of a Rowwise: float32 [rows, out]."""
+    if values.dtype != jnp.int8:
+        return upcast_product(x, values)
+    form = int8_product if len(x) < INT8_ROWS else widened_product
+    return lax.platform_dependent(x, values, cpu=form, default=upcast_product)
+
+
 def upcast_product(x: Array, values: Array) -> Array:
     # XLA fuses the cast into the product, so no wide copy of the weight is in memory. On TPU it
     # fuses that of 8-bit floats only by way of float32.
     if values.dtype != jnp.int8:
         values = values.astype(jnp.float32)
-    return product(x, values.astype(x.dtype))
+    return product(two_rows(x), values.astype(x.dtype))[: len(x)]
 
 
 def int8_product(x: Array, values: Array) -> Array:
+    """x is rounded to int8, and what that leaves over is rounded again. So 15 bits of the largest
+    number of a row are kept. One row becomes two, which XLA multiplies as fast as one."""
+    x = x.astype(jnp.float32)
     x_int8, scale = quantize_rows(x)
-    return product(x_int8, values, sum_dtype=jnp.int32).astype(jnp.float32) * scale[:, None]
+    rest_int8, rest_scale = quantize_rows(x - x_int8.astype(jnp.float32) * scale[:, None])
+    both = product(jnp.concatenate([x_int8, rest_int8]), values, sum_dtype=jnp.int32)
+    y, rest = jnp.split(both.astype(jnp.float32), 2)
+    return y * scale[:, None] + rest * rest_scale[:, None]
 
 
 def grouped_product(x: Array, w: Grouped, out_dtype: DTypeLike) -> Array:
@@ -123,7 +142,7 @@ def grouped_product(x: Array, w: Grouped, out_dtype: DTypeLike) -> Array:
         return product(x, dequantize_groups(w).astype(x.dtype), contract=0).astype(out_dtype)
 
     def by_number(x: Array, w: Grouped) -> Array:
-        two = jnp.pad(x.astype(jnp.float32), ((0, max(0, 2 - len(x))), (0, 0)))  # one row is slower
+        two = two_rows(x.astype(jnp.float32))
         # Without the barrier, XLA would compute x again for each column of w; or, for matrices of
         # one shape that multiply one x, write out x repeated for each column.
         two, scale = lax.optimization_barrier((two, w.scale))
@@ -206,7 +225,8 @@ def product_of_heads(equation: str, x: Array, w_NOI: Array) -> Array:
     dot = partial(jnp.einsum, equation, precision=precision, preferred_element_type=jnp.float32)
 
     def wide(x: Array, w: Array) -> Array:
-        return dot(x.astype(jnp.float32), widened(w, x))
+        x = x.astype(jnp.float32)
+        return dot(x, widened(w, x))
 
     return lax.platform_dependent(x, w_NOI, cpu=wide, default=dot)
 

@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from common import products
-from common.products import WIDENED_ROWS, embed_rows, headwise, linear
+from common.products import INT8_ROWS, WIDENED_ROWS, embed_rows, headwise, linear
 from common.quant import (
     INT8,
     TRANSPOSED,
@@ -288,21 +288,36 @@ def test_a_cpu_says_whether_it_multiplies_bfloat16(info, native, monkeypatch):
     assert products.multiplies_bfloat16.__wrapped__() == native
 
 
-@pytest.mark.parametrize("lead", LEADS, ids=str)
+@pytest.mark.parametrize("lead", [*LEADS, (INT8_ROWS - 1,)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_int8_product_is_that_of_rounded_rows_in_numpy(lead, dtype):
+def test_an_int8_product_rounds_activations_to_fifteen_bits_on_a_cpu(lead, dtype):
     x, w = operands(lead, dtype)
-    x_int, x_step = quantised(x)
-    w_int, w_step = quantised(w)
     w_8 = quantize(w)
+    w_int, w_step = quantised(w)
     assert w_8.scale.shape == (1, OUT)
     np.testing.assert_array_equal(w_8.values, w_int)
     y = jax.jit(functools.partial(linear, out_dtype=jnp.float32))(x, w_8)
-    want = (x_int @ w_int.T) * x_step * w_step[:, 0]
-    assert y.dtype == jnp.float32
-    assert_close(y / by_row(want), want / by_row(want), atol=1e-6)
     exact = np.asarray(x).astype(np.float64) @ (w_int * w_step).T
-    assert (np.abs(y - exact) <= 0.51 * x_step * np.abs(w_int * w_step).sum(-1)).all()
+    x_step = np.abs(np.asarray(x).astype(np.float64)).max(-1, keepdims=True) / 127
+    assert y.dtype == jnp.float32
+    # Half of a step of the second rounding for each number; and float32's own.
+    bound = 0.51 / 254 * x_step * np.abs(w_int * w_step).sum(-1)
+    assert (np.abs(y - exact) <= bound + 1e-6 * by_row(exact)).all()
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["instruction", "none"])
+@pytest.mark.parametrize("dtype, rtol", [("float32", 1e-6), ("bfloat16", 2**-8)])
+def test_many_rows_times_int8_round_no_activation(dtype, rtol, native, monkeypatch):
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: native)
+    x, w = operands((INT8_ROWS,), dtype)
+    w_int, w_step = quantised(w)
+    traced = jax.jit(linear).trace(x, quantize(w))
+    (dot,) = re.findall(r"dot_general.*-> tensor<[\dx]+x(\w+)>", traced.lower().as_text())
+    assert dot == "f32"
+    exact = np.asarray(x).astype(np.float64) @ (w_int * w_step).T
+    y = jax.jit(linear)(x, quantize(w))
+    assert y.dtype == dtype
+    assert_close(y / by_row(exact), exact / by_row(exact), atol=rtol)
 
 
 @pytest.mark.parametrize("dtype, rtol", [("float32", 1e-6), ("bfloat16", 2**-8)])
