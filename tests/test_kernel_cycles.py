@@ -22,3 +22,7 @@ def test_bundles_count_once_for_each_round_of_the_loops_they_are_in():
     assert count(PROGRAM) == 3 + 4 * (4 + 3 * 2)
     assert count(PROGRAM.replace(", 6 /*", ", 2 /*")) == 3 + 1 * (4 + 3 * 2)
     assert count("") == 0
+
+
+def test_a_loop_of_unknown_length_counts_once_and_does_not_hide_the_loop_around_it():
+    assert count(PROGRAM.replace(", 3 /*", ", %s6 /*")) == 3 + 4 * (4 + 2)

@@ -1,30 +1,46 @@
-"""Counts the cycles of one dense product on a TPU, for each way to store its matrix.
+"""Counts the cycles of one dense product on a TPU, for each way to store its matrix; or of whole
+steps of models in 8 and in 4 bits.
 
     python -m tools.kernel_cycles [--chip v5e:2x2] [--out 3584] [--in 8192]
+    python -m tools.kernel_cycles --steps [NAME ...]
 
 XLA estimates the cycles of its own operations, but not those of Pallas kernels. So both are counted
 here in the machine code that the TPU compiler writes for them: one bundle of instructions a cycle,
 times the rounds of the loops that it is in. Waiting for memory is not counted: compare with the
 megabytes, of which a v5e reads 819,000 a second, or 0.55 KB in a cycle.
+
+Of a whole step, a few layers are compiled, twice: what the further layers add stands for all that
+are left. What the compiler writes no code for, such as collectives, counts as XLA estimates it.
 """
 
 import argparse
+import importlib
 import os
 import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from common.machines.chips import devices_of
-from common.machines.hlo import cycles, parse
+from common.machines.dryrun import dry_run
+from common.machines.hlo import CYCLES, Op, Program, cycles, executed, parse
 from common.products import linear
-from common.quant import bits_of, quantize_groups, quantize_weight
-from common.sharding import P, make_mesh
+from common.quant import (
+    INT4_GROUP,
+    INT8,
+    Storage,
+    bits_of,
+    int4,
+    quantize_groups,
+    quantize_weight,
+)
+from common.sharding import P, make_mesh, parse_mesh
 
 ROWS = (8, 64, 512)
 STORAGES = {
@@ -34,21 +50,24 @@ STORAGES = {
     "int4, groups of 64": partial(quantize_groups, group=64),
     "int4, groups of 32": partial(quantize_groups, group=32),
 }
-BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?:([A-Z]{2})\s*)?:[\s>]*\{(.*)")
+BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?:([A-Z]{2})\s*)?:([\s>]*)\{(.*)")
+NAME = re.compile(r"^\d+-|-\d+-final_bundles.txt$")  # what a file's name has around its operation's
 EXIT = re.compile(r"scmp\.\w+\.s32\.totalorder %\S+, (\d+) /\* loop exit test")
 
 
 def count(text: str) -> int:
     """Counts the bundles of one operation, in all rounds of its loops. The outermost loop has two
-    rounds more than steps, in which it only waits for the first copy and for the last."""
+    rounds more than steps, in which it only waits for the first copy and for the last. A loop of
+    unknown length counts once."""
     found = [match.groups() for line in text.splitlines() if (match := BUNDLE.match(line))]
-    times, begun = [1] * len(found), list[int]()
-    for i, (tag, body) in enumerate(found):
+    times, begun = [1] * len(found), dict[int, int]()  # where the loop at each depth begins
+    for i, (tag, marks, body) in enumerate(found):
+        depth = marks.count(">")
         if tag == "LB":
-            begun.append(i)
-        if begun and (test := EXIT.search(body)):
-            first = begun.pop()
-            rounds = int(test[1]) if begun else max(1, int(test[1]) - 2)
+            begun[depth] = i
+        if depth in begun and (test := EXIT.search(body)):
+            first = begun.pop(depth)
+            rounds = int(test[1]) if depth > 1 else max(1, int(test[1]) - 2)
             times[first : i + 1] = [rounds * n for n in times[first : i + 1]]
     return sum(times)
 
@@ -71,18 +90,99 @@ def measure(store: Any, rows: int, chip: str, n_out: int, n_in: int, folder: Pat
     return f"{bundles:,} | {cycles(program):,} | {stored / 8e6:.1f}"
 
 
+class StepOf(NamedTuple):
+    """A model on a slice, and how many layers are compiled: at first, and added to these."""
+
+    family: str
+    size: str
+    topology: str
+    axes: str
+    layers: tuple[int, int] = (2, 2)
+    slots: int = 8
+    prefill: int | None = None  # tokens of one prompt, in place of a decoding step
+
+
+STEPS = [
+    StepOf("llama3", "llama3.1-70b", "v5e:4x4", "tensor=16"),
+    StepOf("llama3", "llama3.1-70b", "v5e:4x4", "tensor=16", slots=64),
+    StepOf("llama3", "llama3.1-70b", "v5e:4x4", "tensor=16", slots=1, prefill=512),
+    StepOf("qwen3", "qwen3-235b-a22b", "v5e:4x8", "expert=32"),
+    StepOf("gpt_oss", "gpt-oss-120b", "v5e:4x4", "expert=16"),
+    StepOf("llama4", "llama-4-scout", "v5e:4x4", "expert=16", layers=(4, 4)),
+    StepOf("deepseek_r1", "deepseek-r1", "v5e:4x8", "expert=32", layers=(4, 1)),
+    StepOf("kimi_k2", "kimi-k2-instruct", "v5e:8x8", "expert=64", layers=(2, 1)),
+]
+
+
+def bundles(program: Program, folder: Path) -> int:
+    """Counts the bundles of a program, of which the compiler wrote each different operation into
+    the folder once. Branches do not count."""
+
+    def kind(op: Op, others: dict[str, Op]) -> tuple[Any, ...]:
+        operands = tuple(others[name].type for name in op.operands if name in others)
+        return op.kind, op.type, operands, estimated(op)
+
+    def estimated(op: Op) -> int:
+        return int(found[1]) if (found := CYCLES.search(op.rest)) else 0
+
+    files = folder.glob("*[0-9]-final_bundles.txt")
+    counted = {NAME.sub("", file.name): count(file.read_text(errors="replace")) for file in files}
+    ops = [(op, kind(op, others), n) for op, others, n, branch in executed(program) if not branch]
+    known = {kind: counted[op.name] for op, kind, _ in ops if op.name in counted}
+    return sum(times * known.get(kind, estimated(op)) for op, kind, times in ops)
+
+
+def measure_step(row: StepOf, storage: Storage, folder: Path) -> tuple[int, int]:
+    """Returns the bundles of a step with all layers, and the bytes that it moves."""
+    model = importlib.import_module(f"{row.family}.model")
+    config = model.config_from_hf(importlib.import_module(f"{row.family}.shapes").SHAPES[row.size])
+    mesh = make_mesh(**parse_mesh(row.axes), devices=devices_of(row.topology))
+    options: Any = dict(capacity=2048, cache_dtype=jnp.int8, storage=storage)
+
+    def compiled(layers: int) -> np.ndarray:
+        for file in folder.iterdir():
+            file.unlink()
+        few = config._replace(num_hidden_layers=layers)
+        step: Any = dict(slots=row.slots, prefill=row.prefill)
+        report, text = dry_run(model, few, mesh, **step, **options)
+        return np.array([bundles(parse(text), folder), report.traffic])
+
+    first, more = row.layers
+    few = compiled(first)
+    layer = (compiled(first + more) - few) / more
+    cycles, moved = few + layer * (config.num_hidden_layers - first)
+    return int(cycles), int(moved)
+
+
+def print_steps(rows: Sequence[StepOf], folder: Path) -> None:
+    print("| step | cycles, int8 | int4 | | GB moved, int8 | int4 | |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        (cycles_8, moved_8), (cycles_4, moved_4) = (
+            measure_step(row, storage, folder) for storage in (INT8, int4(INT4_GROUP, False))
+        )
+        what = f"prompt of {row.prefill}" if row.prefill else f"{row.slots} slots"
+        counted = f"{cycles_8 / 1e6:.2f} M | {cycles_4 / 1e6:.2f} M | {cycles_4 / cycles_8:.2f}"
+        moved = f"{moved_8 / 1e9:.2f} | {moved_4 / 1e9:.2f} | {moved_4 / moved_8:.2f}"
+        print(f"| {row.size}, {row.topology}, {what} | {counted} | {moved} |", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     ap = argparse.ArgumentParser(prog="python -m tools.kernel_cycles", description=__doc__)
     ap.formatter_class = argparse.RawDescriptionHelpFormatter
     ap.add_argument("--chip", default="v5e:2x2")
     ap.add_argument("--out", type=int, default=3584, help="rows of the matrix")
     ap.add_argument("--in", type=int, default=8192, help="columns of the matrix", dest="n_in")
+    ap.add_argument("--steps", nargs="*", metavar="NAME", help="whole steps of these models")
     args = ap.parse_args(argv)
-    print("| stored as | rows | bundles | XLA's estimate, without kernels | MB |")
-    print("|---|---|---|---|---|")
     with TemporaryDirectory() as folder:
         # libtpu reads this when the first topology is made.
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        if args.steps is not None:
+            chosen = [row for row in STEPS if not args.steps or row.size in args.steps]
+            return print_steps(chosen, Path(folder))
+        print("| stored as | rows | bundles | XLA's estimate, without kernels | MB |")
+        print("|---|---|---|---|---|")
         for name, store in STORAGES.items():
             for rows in ROWS:
                 cells = measure(store, rows, args.chip, args.out, args.n_in, Path(folder))

@@ -62,7 +62,9 @@ TILE_ROWS = (128, 64, 32, 16)  # the smaller ones if I is so large that nothing 
 MANY_ROWS = 256  # in a tile, if experts have at least this many on average
 UPCAST_ROWS = 32  # of a matrix at a time; a memory tile of 8-bit numbers has as many
 GROUPS = (8, 16, 32, 64)  # numbers that share a scale; multiples of 128 are taken as well
-MAX_COLUMNS = 512  # in a tile of groups, whose program grows with it
+# In a tile of groups, whose program grows with it, there are at most so many columns; or as many as
+# make so many numbers, if those are more.
+MAX_COLUMNS, MAX_NUMBERS = 512, 1 << 22
 # Up to so many rows of x the scales multiply the sums: without repeats, and with all of these.
 FEWEST_ROWS, FEWEST_REPEATED = 64, 32
 
@@ -121,7 +123,10 @@ def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSi
         return None
     if n_out <= LANES:
         return TileSizes(rows, n_out)
-    columns = min(columns, n_out // LANES * LANES, MAX_COLUMNS if _group(w_EOI) else n_out)
+    columns = min(columns, n_out // LANES * LANES)
+    if _group(w_EOI):
+        widths = range(LANES, min(columns, max(MAX_COLUMNS, MAX_NUMBERS // n_in)) + 1, LANES)
+        return TileSizes(rows, min(reversed(widths), key=lambda n: pl.cdiv(n_out, n) * n))
     return TileSizes(rows, pl.cdiv(pl.cdiv(n_out, pl.cdiv(n_out, columns)), LANES) * LANES)
 
 
