@@ -117,8 +117,9 @@ def quantize_groups(
     bfloat16 scale for each group of at most `group` neighbours in a row. The groups are equal.
 
     A scale that cuts off the largest number of a group a little makes all others finer. So several
-    scales are tried, and the one with the smallest sum of squared errors is kept. The integers go
-    from -8 to 7, so a scale is negative if the largest number is positive.
+    scales are tried, and the one with the smallest sum of squared errors is kept. An error of a
+    large number counts more, because large weights tend to multiply large activations. The integers
+    go from -8 to 7, so a scale is negative if the largest number is positive.
     """
     *lead, n_out, n_in = w.shape
     groups = next(n for n in range(-(-n_in // group), n_in + 1) if n_in % n == 0)
@@ -126,6 +127,8 @@ def quantize_groups(
     def matrix(w: Array) -> Grouped:
         w = w.astype(jnp.float32).swapaxes(-1, -2).reshape(groups, n_in // groups, n_out)
         largest = jnp.take_along_axis(w, jnp.argmax(jnp.abs(w), 1, keepdims=True), 1)
+        square = jnp.square(w)
+        counts = jnp.sqrt(square + square.mean(1, keepdims=True))  # what an error counts
 
         def rounded(scale: Array) -> Array:
             safe = jnp.where(scale == 0, 1, scale)
@@ -134,10 +137,11 @@ def quantize_groups(
         def attempt(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
             q = rounded(largest / (STEPS[0] + i * STEPS[1]))
             # The best scale for these integers, as it will be stored.
-            square = (q * q).sum(1, keepdims=True)
-            scale = (w * q).sum(1, keepdims=True) / jnp.where(square == 0, 1, square)
+            norm = (counts * q * q).sum(1, keepdims=True)
+            scale = (counts * w * q).sum(1, keepdims=True) / jnp.where(norm == 0, 1, norm)
             scale = scale.astype(jnp.bfloat16).astype(jnp.float32)
-            error = jnp.square(rounded(scale) * scale - w).sum(1, keepdims=True)
+            error = jnp.square(rounded(scale) * scale - w)
+            error = (counts * error).sum(1, keepdims=True)
             return jnp.minimum(error, best[0]), jnp.where(error < best[0], scale, best[1])
 
         worst = jnp.full_like(largest, jnp.inf), jnp.zeros_like(largest)

@@ -84,24 +84,26 @@ def numbers(w):
 
 
 def best_errors(w, group):
-    """The squared error of each group with -8 for its largest number, and with the best of all
-    scales that are tried: each is the best one for the integers that a first guess gives."""
+    """What an error of each number counts; and the sum of squared errors of each group with -8 for
+    its largest number, and with the best of all scales that are tried: each is the best one for the
+    integers that a first guess gives."""
     groups = w.reshape(len(w), -1, group)
+    counts = np.sqrt(np.square(groups) + np.square(groups).mean(-1, keepdims=True))
     largest = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)
 
     def rounded(scale):
         return np.clip(np.round(groups / np.where(scale == 0, 1, scale)), -8, 7) * (scale != 0)
 
     def error(scale):
-        return np.square(rounded(scale) * scale - groups).sum(-1)
+        return (counts * np.square(rounded(scale) * scale - groups)).sum(-1)
 
     found = []
     for first in np.linspace(-9, -6, 13):
         q = rounded(largest / first)
-        square = np.square(q).sum(-1, keepdims=True)
-        scale = (groups * q).sum(-1, keepdims=True) / np.where(square == 0, 1, square)
+        norm = (counts * np.square(q)).sum(-1, keepdims=True)
+        scale = (counts * groups * q).sum(-1, keepdims=True) / np.where(norm == 0, 1, norm)
         found.append(error(np.asarray(jnp.asarray(scale, jnp.bfloat16)).astype(np.float64)))
-    return error(largest / -8), np.min(found, axis=0)
+    return counts, error(largest / -8), np.min(found, axis=0)
 
 
 GROUPS = [((6, 96), 64, 48), ((7, 128), 64, 64), ((5, 14), 4, 2)]  # shape, asked for, used
@@ -116,9 +118,9 @@ def test_equal_groups_in_4_bits_have_the_best_of_several_scales(shape, group, us
     assert q.values.dtype == kept and q.values.shape == shape[::-1]
     assert q.scale.dtype == jnp.bfloat16 and q.scale.shape == (shape[1] // used, shape[0])
     assert set(np.unique(np.asarray(q.values).astype(int))) <= set(range(-8, 8))
-    errors = np.square(numbers(q) - w).reshape(shape[0], -1, used).sum(-1)
+    counts, plain, best = best_errors(w.astype(np.float64), used)
+    errors = (counts * np.square(numbers(q) - w).reshape(shape[0], -1, used)).sum(-1)
     assert errors[1, 0] == 0
-    plain, best = best_errors(w.astype(np.float64), used)
     assert errors.sum() < 0.95 * plain.sum() and errors.sum() <= 1.001 * best.sum()
 
 
