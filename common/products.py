@@ -27,7 +27,7 @@ Array = jax.Array
 # For so many rows of bfloat16 it pays to write the matrix out in float32, if float32 products are
 # faster. For more rows, x itself would take much memory in float32.
 WIDENED_ROWS = range(256, 1025)
-INT8_ROWS = 32  # for so many rows it pays to write an int8 matrix out on CPU
+INT8_ROWS = 16  # for so many rows it pays to write an int8 matrix out on CPU
 FEW_ROWS = 128  # up to so many, XLA on CPU is faster if it does not write a matrix in groups out
 
 
