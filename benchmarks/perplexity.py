@@ -102,6 +102,20 @@ def against(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
     yield from perplexities(args.against, read_windows(model, text, args.tokens, args.window))
 
 
+def measured(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """Yields each row's name and perplexity as soon as it is known. Prints the table's head."""
+    for precision in PRECISIONS:
+        sys.stderr.write(f"{precision.name} ...\n")
+        value, scored, _ = perplexity(args, precision)
+        if precision is PRECISIONS[0]:
+            texts = f"{Path(args.ckpt).name} on {args.text.name}: {scored} tokens scored"
+            print(f"{texts}, windows of {args.window}\n\n| precision | perplexity | change |")
+            print("|---|---|---|", flush=True)
+        yield precision.name, value
+    for name, value in against(args):
+        yield f"llama.cpp, {name}", value
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     ap = argparse.ArgumentParser(prog="python -m benchmarks.perplexity", description=__doc__)
     ap.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -120,22 +134,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             importlib.import_module("llama_cpp")
             args.against.open("rb").close()
         configure_jax({}, compile_cache=True, group=None)
-        results = []
-        for precision in PRECISIONS:
-            sys.stderr.write(f"{precision.name} ...\n")
-            results.append(perplexity(args, precision))
-        names, values = [x.name for x in PRECISIONS], [value for value, _, _ in results]
-        for name, value in against(args):
-            names, values = [*names, f"llama.cpp, {name}"], [*values, value]
+        exact: float | None = None
+        for name, value in measured(args):
+            change = "" if exact is None else f"{100 * (value / exact - 1):+.2f} %"
+            exact = exact or value
+            print(f"| {name} | {value:.4f} | {change} |", flush=True)
     except (ValueError, OSError, ImportError) as error:
         sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
         sys.exit(2)
-    name = Path(args.ckpt).name
-    print(f"{name} on {args.text.name}: {results[0][1]} tokens scored, windows of {args.window}\n")
-    print("| precision | perplexity | change |\n|---|---|---|")
-    for i, (named, value) in enumerate(zip(names, values, strict=True)):
-        change = f"{100 * (value / values[0] - 1):+.2f} %" if i else ""
-        print(f"| {named} | {value:.4f} | {change} |")
 
 
 if __name__ == "__main__":

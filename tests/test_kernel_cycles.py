@@ -1,6 +1,7 @@
 """What tools/kernel_cycles.py counts in machine code."""
 
-from tools.kernel_cycles import count
+from common.machines.hlo import parse
+from tools.kernel_cycles import all_bundles, count
 
 # Three bundles that run once; a loop of 6 rounds, which makes 4 steps; in it one of 3 rounds.
 PROGRAM = """
@@ -26,3 +27,20 @@ def test_bundles_count_once_for_each_round_of_the_loops_they_are_in():
 
 def test_a_loop_of_unknown_length_counts_once_and_does_not_hide_the_loop_around_it():
     assert count(PROGRAM.replace(", 3 /*", ", %s6 /*")) == 3 + 4 * (4 + 2)
+
+
+STEP = """
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %k.1 = f32[8]{0} custom-call(%a), custom_call_target="tpu_custom_call"
+  %k.2 = f32[8]{0} custom-call(%k.1), custom_call_target="tpu_custom_call"
+  %f = f32[8,2]{1,0} fusion(%k.2), backend_config={"estimated_cycles":"900"}
+  ROOT %s = f32[8]{0} all-reduce(%f), backend_config={"estimated_cycles":"70"}
+}
+"""
+
+
+def test_equal_kernels_of_a_step_count_each_and_what_has_no_code_as_it_is_estimated(tmp_path):
+    for name in ("123-k.1-71", "124-f-9"):
+        (tmp_path / f"{name}-final_bundles.txt").write_text(PROGRAM)
+    assert all_bundles(parse(STEP), tmp_path) == 3 * count(PROGRAM) + 70

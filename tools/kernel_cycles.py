@@ -114,7 +114,7 @@ STEPS = [
 ]
 
 
-def bundles(program: Program, folder: Path) -> int:
+def all_bundles(program: Program, folder: Path) -> int:
     """Counts the bundles of a program, of which the compiler wrote each different operation into
     the folder once. Branches do not count."""
 
@@ -128,8 +128,8 @@ def bundles(program: Program, folder: Path) -> int:
     files = folder.glob("*[0-9]-final_bundles.txt")
     counted = {NAME.sub("", file.name): count(file.read_text(errors="replace")) for file in files}
     ops = [(op, kind(op, others), n) for op, others, n, branch in executed(program) if not branch]
-    known = {kind: counted[op.name] for op, kind, _ in ops if op.name in counted}
-    return sum(times * known.get(kind, estimated(op)) for op, kind, times in ops)
+    known = {like: counted[op.name] for op, like, _ in ops if op.name in counted}
+    return sum(times * known.get(like, estimated(op)) for op, like, times in ops)
 
 
 def measure_step(row: StepOf, storage: Storage, folder: Path) -> tuple[int, int]:
@@ -145,7 +145,7 @@ def measure_step(row: StepOf, storage: Storage, folder: Path) -> tuple[int, int]
         few = config._replace(num_hidden_layers=layers)
         step: Any = dict(slots=row.slots, prefill=row.prefill)
         report, text = dry_run(model, few, mesh, **step, **options)
-        return np.array([bundles(parse(text), folder), report.traffic])
+        return np.array([all_bundles(parse(text), folder), report.traffic])
 
     first, more = row.layers
     few = compiled(first)
@@ -173,7 +173,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("--chip", default="v5e:2x2")
     ap.add_argument("--out", type=int, default=3584, help="rows of the matrix")
     ap.add_argument("--in", type=int, default=8192, help="columns of the matrix", dest="n_in")
-    ap.add_argument("--steps", nargs="*", metavar="NAME", help="whole steps of these models")
+    sizes = sorted({row.size for row in STEPS})
+    ap.add_argument("--steps", nargs="*", choices=sizes, help="whole steps of these models, or all")
     args = ap.parse_args(argv)
     with TemporaryDirectory() as folder:
         # libtpu reads this when the first topology is made.
