@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from common.kernels.decode_attention import FEW_QUERIES, ragged_decode_attention
 from common.kernels.dispatch import AUTO, Impl
 from common.kernels.prefill_attention import prefill_attention
-from common.kernels.softmax import attend_in_parts, merge_parts
+from common.kernels.softmax import attend_in_parts
 from common.kernels.visible import first_seen
 from common.quant import quantize_rows
 from common.sharding import DATA, TENSOR, P, round_up
@@ -256,39 +256,21 @@ def attend(
     A query sees all positions up to its own. With `window` it sees the last `window` of them, its
     own included; with `chunk` it sees those with the same position // chunk. Up to FEW_QUERIES
     queries go to `ragged_decode_attention`, more go to `prefill_attention`; both explain the other
-    arguments. A ring has parts of two laps, and attention to each is computed on its own.
+    arguments.
     """
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
-    arrays: Any = dict(k_scale_BKS=cache.k_scale, v_scale_BKS=cache.v_scale)
+    options: Any = dict(k_scale_BKS=cache.k_scale, v_scale_BKS=cache.v_scale, sinks_N=sinks_N)
     if isinstance(cache, RowCache):
-        arrays |= dict(k_BKSH=cache.rows, v_BKSH=None, v_dim=H)
+        options |= dict(k_BKSH=cache.rows, v_BKSH=None, v_dim=H)
     else:
-        arrays |= dict(k_BKSH=cache.k, v_BKSH=cache.v)
-    arrays |= dict(scale=scale, implementation=implementation)
-
-    def attend_to(end_B: Array, **options: Any) -> Any:
-        if T > FEW_QUERIES:
-            options |= dict(window=window, chunk=chunk)
-            return prefill_attention(q_BTNH, lengths_B=end_B, **arrays, **options)
+        options |= dict(k_BKSH=cache.k, v_BKSH=cache.v)
+    options |= dict(scale=scale, wraps=cache.ring is not None, implementation=implementation)
+    if T > FEW_QUERIES:
+        attend: Any = partial(prefill_attention, window=window, chunk=chunk)
+    else:
         starts = first_seen(end_B[:, None] - T + jnp.arange(T), window, chunk)
-        return ragged_decode_attention(q_BTNH, lengths_B=end_B, starts=starts, **arrays, **options)
-
-    if cache.ring is None:
-        o: Array = attend_to(end_B, sinks_N=sinks_N)
-        return o
-    # A ring holds the positions of this lap, and behind them those of the lap before.
-    S = places(cache)
-    lap_B = lax.div(end_B, S)
-    here_B = end_B - lap_B * S
-    before_B = jnp.where(lap_B > 0, here_B + S, 0)
-
-    def both_laps() -> Array:
-        here = attend_to(here_B, sinks_N=sinks_N, return_lse=True)
-        before = attend_to(before_B, return_lse=True)
-        o, _ = merge_parts(*(jnp.stack(x) for x in zip(here, before, strict=True)))
-        return o.astype(q_BTNH.dtype)
-
-    o = lax.cond((lap_B > 0).any(), both_laps, lambda: attend_to(here_B, sinks_N=sinks_N))
+        attend = partial(ragged_decode_attention, starts=starts)
+    o: Array = attend(q_BTNH, lengths_B=end_B, **options)
     return o
 
 

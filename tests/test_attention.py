@@ -30,6 +30,7 @@ BF16_RTOL = (
 DECODE_IMPLEMENTATIONS = ("reference", "blocked", "auto")
 PREFILL_IMPLEMENTATIONS = ("reference", "blocked", "tpu", "auto")
 BOTH = ("reference", "blocked")
+BOTH_AND_TPU = (*BOTH, "tpu")
 WINDOW, CHUNK = 17, 23
 SCALES = ("k_scale_BKS", "v_scale_BKS")
 
@@ -321,6 +322,75 @@ def test_any_int32_is_a_length(attend, implementation):
     assert_lse(lse, inputs.lse)
     assert not np.asarray(o)[:4].any()
     assert_close(o, inputs.o, atol=F32_ATOL)
+
+
+# ---- a cache that wraps
+
+
+RING, ALL = 256, 768  # the places of the cache, and all positions
+LAP_ENDS = (0, 1, 70, 255, 256, 257, 300, 511, 512, 600, 700, 768)
+
+
+def attend_around(implementation, T, dtype, cache, allowed, packed):
+    """Attention over a cache that wraps, and by the reference over one that holds all positions:
+    both as (o, lse). A place that was never written holds NaN."""
+    rng, lengths = np.random.default_rng(0), np.array([0, *(x for x in LAP_ENDS if x >= T)])
+    B, K, N, H = len(lengths), 2, 6, 64
+    arrays = dict(k_BKSH=rng.standard_normal((B, K, ALL, 2 * H if packed else H)))
+    if not packed:
+        arrays["v_BKSH"] = rng.standard_normal((B, K, ALL, H))
+    if cache == INT8:
+        arrays = {x: rng.integers(-127, 128, a.shape) for x, a in arrays.items()}
+        arrays |= {x: rng.uniform(0.005, 0.03, (B, K, ALL)) for x in SCALES}
+    around = {x: np.full((B, K, RING, *a.shape[3:]), np.nan) for x, a in arrays.items()}
+    for b, p in ((b, p) for b, n in enumerate(lengths) for p in range(n)):
+        for name, x in arrays.items():
+            around[name][b, :, p % RING] = x[b, :, p]
+    q_BTNH = jnp.asarray(rng.standard_normal((B, T, N, H)), dtype)
+    options = dict(scale=0.125, sinks_N=jnp.arange(N) / 2, return_lse=True)
+    if packed:
+        options |= dict(v_BKSH=None, v_dim=H)
+    attend = functools.partial(prefill_attention, **allowed)
+    if T <= 8:
+        starts = first_seen(jnp.asarray(lengths)[:, None] - T + jnp.arange(T), **allowed)
+        attend = functools.partial(ragged_decode_attention, starts=starts)
+
+    def run(arrays, **how):
+        stored = {
+            x: jnp.asarray(a, jnp.float32 if x in SCALES else cache) for x, a in arrays.items()
+        }
+        f = functools.partial(attend, q_BTNH, lengths_B=lengths, **options, **how)
+        return jax.block_until_ready(jax.jit(lambda stored: f(**stored))(stored))
+
+    if cache == INT8:
+        around = {x: a if x in SCALES else np.nan_to_num(a, nan=127) for x, a in around.items()}
+    got = run(around, implementation=implementation, wraps=True)
+    return got, run(arrays, implementation="reference")
+
+
+AROUND = [
+    (dict(window=70), 1, False),
+    (dict(window=70), 8, True),
+    (dict(window=100), 40, False),
+    (dict(window=157), 100, True),  # all of the 256 places are seen
+    (dict(chunk=64), 3, False),
+    (dict(chunk=128), 40, True),
+    (dict(window=50, chunk=128), 120, False),
+]
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("implementation", BOTH_AND_TPU)
+@pytest.mark.parametrize("cache", [jnp.float32, INT8], ids=["f32", "int8"])
+@pytest.mark.parametrize("allowed, T, packed", AROUND)
+def test_a_cache_that_wraps_gives_what_one_of_all_positions_gives(
+    allowed, T, packed, cache, implementation
+):
+    (o, lse), (want_o, want_lse) = attend_around(
+        implementation, T, jnp.float32, cache, allowed, packed
+    )
+    assert_close(o, want_o, atol=F32_ATOL)
+    assert_lse(np.asarray(lse), np.asarray(want_lse))
 
 
 # ---- prefill

@@ -304,10 +304,10 @@ def shapes_of(H, dtype, sharding, B=16, S=2048, packed=False):
 
 
 @functools.cache
-def compiled(topology, *args, **options):
+def compiled(topology, *args, wraps=False, **options):
     sharding = one_device(topology)
     arrays, options = shapes_of(*args, sharding, **options)
-    run = functools.partial(ragged_decode_attention, **options)
+    run = functools.partial(ragged_decode_attention, wraps=wraps, **options)
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         return jax.jit(lambda arrays: run(**arrays)).lower(arrays).compile(), arrays
 
@@ -332,6 +332,11 @@ def test_on_tpu_the_kernel_is_chosen_and_copies_neither_cache_nor_scales(topolog
 @pytest.mark.parametrize("topology, dtype, B", PACKED)
 def test_nor_does_it_copy_rows_that_hold_values_and_keys(topology, dtype, B):
     assert_no_copies(*compiled(topology, 64, dtype, B=B, packed=True))
+
+
+@pytest.mark.parametrize("topology, dtype", [("v5e:2x2", INT8), ("v6e:2x2", BF16)])
+def test_nor_if_the_cache_wraps(topology, dtype):
+    assert_no_copies(*compiled(topology, 64, dtype, S=2560, packed=True, wraps=True))
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -393,6 +398,8 @@ def test_a_step_that_appends_a_token_and_attends_works_on_the_cache_in_place(H, 
         (dict(chunk=8192), False),
         (dict(chunk=3000), True),
         (dict(window=700, chunk=1024), False),
+        (dict(window=128, wraps=True), True),
+        (dict(chunk=8192, wraps=True), False),
     ],
     ids=str,
 )

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_attention import BF16_RTOL, assert_lse, merge, oracle, split
+from test_attention import BF16_RTOL, assert_lse, attend_around, merge, oracle, split
 
 from common.kernels import decode_attention_gpu as gpu
 from common.kernels import ragged_dot_gpu as ragged
@@ -68,12 +68,14 @@ class Case(NamedTuple):
     scaled: bool = False
     window: int | None = None
     sinks: bool = False
+    wraps: bool = False
 
     def __str__(self):
         words = [f"{x}{n}" for x, n in zip("HKGTS", self[:5], strict=True)]
         words += [jnp.dtype(self.cache).name, f"values{self.Hv}" if self.Hv else ""]
         words += [f"rows{self.row}" if self.row else ""]
-        words += [x for x in ("latent", "scaled", "window", "sinks") if getattr(self, x)]
+        switches = ("latent", "scaled", "window", "sinks", "wraps")
+        words += [x for x in switches if getattr(self, x)]
         return "-".join(w for w in words if w)
 
     @property
@@ -133,7 +135,8 @@ def make(case, lengths):
 
 
 def attend(case, **options):
-    run = functools.partial(decode_attention_gpu, scale=0.2, v_dim=case.v_dim, **options)
+    options = dict(scale=0.2, v_dim=case.v_dim, wraps=case.wraps) | options
+    run = functools.partial(decode_attention_gpu, **options)
     return lambda arrays: run(**arrays)
 
 
@@ -228,6 +231,17 @@ def test_blocks_before_the_window_are_not_read(capfd):
     o, lse = interpret(functools.partial(attend, case), arrays, capfd)
     assert_close(o, want_o, rtol=BF16_RTOL)
     assert_lse(lse, want_lse)
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    "cache, allowed, T, packed",
+    [(BF16, dict(window=70), 3, True), (INT8, dict(chunk=128), 1, False)],
+)
+def test_a_cache_that_wraps_gives_what_one_of_all_positions_gives(cache, allowed, T, packed):
+    (o, lse), (want_o, want_lse) = attend_around("gpu", T, BF16, cache, allowed, packed)
+    assert_close(o, want_o, rtol=2 * BF16_RTOL)  # both are rounded
+    assert_lse(np.asarray(lse), np.asarray(want_lse))
 
 
 # ---- how splits share the blocks
@@ -389,10 +403,11 @@ REAL = [
     Case(64, 2, 8, 8, 2048, Hv=64, row=128, window=128),
     Case(64, 8, 8, 1, 2048, cache=INT8, Hv=64, row=128, scaled=True),
     Case(64, 8, 8, 3, 2048, cache=FP8, Hv=64, row=128),
+    Case(64, 2, 8, 8, 2560, Hv=64, row=128, window=128, wraps=True),
 ]
 # Bytes spilled, only with JAX 0.10: its Mosaic GPU needs two registers more than the 255 available.
 SPILLED = {Case(256, 2, 4, 1, 2048, cache=INT8, scaled=True): 8}
-FEW = [REAL[3], REAL[9], REAL[-1]]
+FEW = [REAL[3], REAL[9], REAL[-2], REAL[-1]]
 REAL_GROUPS = {
     f"M{M}-in{n_in}-out{n_out}-E{E}-{form.__name__}": (M, n_in, n_out, E, form)
     for M, n_in, n_out, E, form in (
@@ -547,6 +562,7 @@ REFUSED = {
     "multiples of 16 (of 32 for values wider than 256), not [72, 72]": dict(H=72),
     "not [64, 528]": dict(Hv=528),
     "no heads as wide as [1024, 64]": dict(H=1024, Hv=64),
+    "a multiple of 64 places, not 150": dict(wraps=True),
     "a multiple of 4, not 150": dict(cache=INT8, scaled=True),
     "scales of both keys and values": dict(
         k_scale_BKS=jax.ShapeDtypeStruct((2, 2, 150), "float32")

@@ -1,5 +1,6 @@
 """Attention over a ragged cache in plain jnp, block by block: the implementation for CPUs."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ def attention_blocked(
     *,
     scale: float,
     v_dim: int | None = None,
+    wraps: bool = False,
     block: int = 256,
     query_block: int = 256,
     compute_dtype: Any = None,
@@ -35,12 +37,18 @@ def attention_blocked(
     cache at a time. Returns o and, if `return_lse`, its log-sum-exp.
 
     One loop runs over pairs of blocks: each block of queries with the cache blocks from the first
-    position that it sees, in any slot, to the last. A step upcasts one cache block to
+    position that it sees, in any slot, to the last. With `wraps` these are the blocks of two laps
+    around the cache, and position p is row p % S. A step upcasts one cache block to
     `compute_dtype` (by default q's), and needs memory for query_block * block scores per head.
     """
     B, T, N, H = q_BTNH.shape
     K, S, W = k_BKSH.shape[1:]
     bs, bt, Hv = min(block, S), min(query_block, T), value_width(v_BKSH, v_dim)
+    if wraps:
+        bs = math.gcd(bs, S)  # a block lies in one lap
+        # One lap more for the slots that are in their first, so that all are at the same places.
+        more_B = jnp.where((lengths_B > 0) & (lengths_B < S), S, 0)
+        lengths_B, starts_BT = lengths_B + more_B, starts_BT + more_B[:, None]
     G, dtype = N // K, compute_dtype or q_BTNH.dtype
     if v_BKSH is None and v_scale_BKS is None:
         v_scale_BKS = k_scale_BKS
@@ -52,7 +60,7 @@ def attention_blocked(
     q_BKRH = rows_by_head(lax.optimization_barrier(q_BTNH), K)
     position_BR = jnp.repeat(lengths_B[:, None] - extra - T + jnp.arange(extra + T), G, axis=1)
     starts_BR = jnp.repeat(starts_BT, G, axis=1)
-    first_n, end_n = _blocks_to_read(lengths_B, starts_BT, S, bs, bt)
+    first_n, end_n = _blocks_to_read(lengths_B, starts_BT, 2 * S if wraps else S, bs, bt)
     steps_n = jnp.cumsum(jnp.maximum(end_n - first_n, 0))  # steps done after each block of queries
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     dot = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
@@ -61,10 +69,15 @@ def attention_blocked(
         i = (steps_n <= step).sum()  # the block of queries
         j = end_n[i] - (steps_n[i] - step)  # the block of the cache
         of_queries = partial(lax.dynamic_slice_in_dim, start_index=i * bt * G, slice_size=bt * G)
-        at = jnp.minimum(j * bs, S - bs)  # the last block may overlap the one before it
-        cut = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=bs, axis=2)
+        # Without laps, the last block may overlap the one before it.
+        at = j * bs if wraps else jnp.minimum(j * bs, S - bs)
+        row = lax.rem(at, S) if wraps else at
+        cut = partial(lax.dynamic_slice_in_dim, start_index=row, slice_size=bs, axis=2)
         position = at + jnp.arange(bs)
-        filled = ((position >= j * bs) & (position < lengths_B[:, None]))[:, None]  # [B, 1, bs]
+        filled = (position >= j * bs) & (position < lengths_B[:, None])
+        if wraps:  # in its first lap, a slot has nothing before it
+            filled &= position >= starts_BT.min(1)[:, None]
+        filled = filled[:, None]  # [B, 1, bs]
         first_BR, last_BR = (of_queries(x, axis=1)[..., None] for x in (starts_BR, position_BR))
         seen = (position >= first_BR) & (position <= last_BR) & filled
         rows = cut(k_BKSH)

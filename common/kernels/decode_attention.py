@@ -18,6 +18,7 @@ from common.kernels.attention_blocked import attention_blocked
 from common.kernels.dispatch import AUTO, Kernel, choose
 from common.kernels.reference import attention_reference
 from common.kernels.shapes import check_kind, check_shape, check_shapes
+from common.kernels.visible import in_two_laps
 
 Array = jax.Array
 
@@ -38,6 +39,7 @@ def ragged_decode_attention(
     v_scale_BKS: Array | None = None,
     sinks_N: Array | None = None,
     v_dim: int | None = None,
+    wraps: bool = False,
     return_lse: bool = False,
     implementation: str = AUTO,
 ) -> Array | tuple[Array, Array]:
@@ -63,12 +65,15 @@ def ragged_decode_attention(
         values of shared rows have the keys' scale, unless v_scale_BKS is given.
       sinks_N: one logit per query head, which joins the softmax without a value vector. If a cache
         is split over devices, only one device gets the sinks.
+      wraps: position p is in place p % S of the cache, which holds the newest S of the `lengths`
+        positions. No query may see an older one.
       return_lse: also return the log-sum-exp of the scaled logits, float32 [B, T, N]; -inf if a
         query sees nothing.
       implementation: an `Impl`. "auto" is the platform's kernel if that takes these arrays, else
         "blocked". "tpu" takes queries in f32 or bf16, and a capacity that is small or a multiple of
-        128. "gpu" takes queries in bf16 and heads of a multiple of 16, and needs Hopper. Other
-        platforms interpret these two, for tests. The rest are "reference" and "blocked".
+        128. "gpu" takes queries in bf16 and heads of a multiple of 16, and needs Hopper; a cache
+        that wraps must have a multiple of 64 places. Other platforms interpret these two, for
+        tests. The rest are "reference" and "blocked".
 
     Returns [B, T, N, Hv] in q's dtype. A query that sees nothing gives zeros. A query that sees
     NaN, even in a scale, gives NaN; the compiled kernels do not promise this.
@@ -81,8 +86,10 @@ def ragged_decode_attention(
     lengths_B = jnp.maximum(lengths_B, 0)  # lengths - T must not wrap around
     starts = jnp.zeros((B,), jnp.int32) if starts is None else starts
     starts_BT = jnp.broadcast_to(starts if starts.ndim == 2 else starts[:, None], (B, T))
-    options: Any = dict(scale=scale, v_dim=v_dim)
-    block = min(256, max(LEAST_BLOCK, L1 // row))
+    if wraps:
+        lengths_B, starts_BT = in_two_laps(lengths_B, starts_BT, k_BKSH.shape[2])
+    options: Any = dict(scale=scale, v_dim=v_dim, wraps=wraps)
+    block = min(256, max(LEAST_BLOCK, 1 << (L1 // row).bit_length() - 1))
     blocked: Any = partial(attention_blocked, **options, block=block)
     if q_BTNH.dtype != jnp.float32:  # XLA on CPU multiplies a few rows of bfloat16 slowly
         wide = partial(blocked, compute_dtype=jnp.float32)
@@ -97,8 +104,8 @@ def ragged_decode_attention(
         on_tpu = partial(tpu.decode_attention_tpu, **options)
         on_gpu = partial(gpu.decode_attention_gpu, **options)
         return dict(
-            tpu=Kernel("tpu", on_tpu, tpu.unsupported(*arrays, v_dim)),
-            gpu=Kernel("cuda", on_gpu, gpu.unsupported(*arrays, v_dim)),
+            tpu=Kernel("tpu", on_tpu, tpu.unsupported(*arrays, v_dim, wraps)),
+            gpu=Kernel("cuda", on_gpu, gpu.unsupported(*arrays, v_dim, wraps)),
         )
 
     attend = choose(implementation, plain, kernels)

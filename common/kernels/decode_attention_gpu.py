@@ -81,6 +81,7 @@ class KernelSizes(NamedTuple):
     row_blocks: int
     stages: int  # blocks of the cache that the ring holds
     splits: int
+    blocks: int | None = None  # of a cache that wraps: block i is its block i % blocks
 
     @property
     def wide_widths(self) -> tuple[int, ...]:
@@ -127,6 +128,7 @@ def unsupported(
     k_scale_BKS: Any = None,
     v_scale_BKS: Any = None,
     v_dim: int | None = None,
+    wraps: bool = False,
 ) -> str | None:
     """Says in one sentence why `decode_attention_gpu` does not take these arrays (or shapes); None
     if it does."""
@@ -152,6 +154,8 @@ def unsupported(
         return f"the GPU kernel takes no heads as wide as {widths}: on-chip memory is too small"
     if k_scale_BKS is not None and S % 4:
         return f"the GPU kernel takes scales only if the capacity is a multiple of 4, not {S}"
+    if wraps and S % BLOCK:
+        return f"the GPU kernel takes a cache that wraps if it has a multiple of 64 places, not {S}"
     return None
 
 
@@ -335,7 +339,8 @@ def _kernel(
 
     def walk(ring: list[Any], wide: list[Any]) -> Any:
         def copy(i: Array, place: Array) -> None:
-            block = pl.ds((first + i) * BLOCK, BLOCK)
+            at = first + i if sizes.blocks is None else lax.rem(first + i, sizes.blocks)
+            block = pl.ds(at * BLOCK, BLOCK)
             for source, target in zip(cache_g, ring, strict=True):
                 full = barriers["full"].at[place]
                 plgpu.copy_gmem_to_smem(source.at[b, h, block], target.at[place], full)
@@ -409,12 +414,12 @@ def _merge(o: Array, ml: Array, sinks_N: Array | None, sizes: KernelSizes) -> tu
 
 
 def _operands(
-    q_BTNH: Array, lengths_B: Array, starts_BT: Array, K: int, S: int, sizes: KernelSizes
+    q_BTNH: Array, lengths_B: Array, starts_BT: Array, K: int, end: int, sizes: KernelSizes
 ) -> tuple[Array, Array, Array]:
-    """Returns the inputs of `_kernel` that come before the cache."""
+    """Returns the inputs of `_kernel` that come before the cache, for the positions below `end`."""
     B, T, _, H = q_BTNH.shape
     blocks, pad = sizes.row_blocks, sizes.row_blocks * ROWS - T * sizes.G
-    filled_B, first_BT = jnp.minimum(lengths_B, S), jnp.maximum(starts_BT, 0)
+    filled_B, first_BT = jnp.minimum(lengths_B, end), jnp.maximum(starts_BT, 0)
     last_BT = jnp.minimum(lengths_B[:, None] - T + jnp.arange(T), filled_B[:, None] - 1)
     slots = [first_BT.min(1) // BLOCK, -(-filled_B // BLOCK), filled_B]
     rows_B2R = jnp.stack([first_BT, last_BT], 1).repeat(sizes.G, axis=2)
@@ -437,24 +442,28 @@ def decode_attention_gpu(
     *,
     scale: float,
     v_dim: int | None = None,
+    wraps: bool = False,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
     """Computes `attention_reference` for few queries on a Hopper GPU: o [B, T, N, Hv] in q's dtype,
     and log-sum-exp [B, T, N] in float32.
 
     Takes q in bf16, and a cache in bf16, int8 or fp8 e4m3. Keys and values both have scales, or
-    neither has; shared rows may also have one scale for both. `interpret` says whether to run on
-    the CPU, or is InterpretGPUParams, which say how.
+    neither has; shared rows may also have one scale for both. With `wraps`, lengths are below
+    2 * S, and position p is in place p % S. `interpret` says whether to run on the CPU, or is
+    InterpretGPUParams, which say how.
 
     Reads only filled and visible blocks, once per 64 query rows of a head. Raises ValueError with
     the reason from `unsupported`.
     """
-    reason = unsupported(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS, v_dim)
+    reason = unsupported(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS, v_dim, wraps)
     if reason is not None:
         raise ValueError(reason)
     sizes = kernel_sizes(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS, v_dim)
     interpret = interpreter(interpret)
     B, K, S = k_BKSH.shape[:3]
+    end = 2 * S if wraps else S
+    sizes = sizes._replace(blocks=S // BLOCK if wraps else None)
     cache = [x for x in (k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS) if x is not None]
     parts = (B, K, sizes.row_blocks, sizes.splits)
     rows = min(sizes.T * sizes.G, ROWS)
@@ -472,6 +481,6 @@ def decode_attention_gpu(
         compiler_params=compiler_params(),
         interpret=interpret,
         kernel_name="decode_attention_gpu",
-    )(*_operands(q_BTNH, lengths_B, starts_BT, K, S, sizes), *cache)
+    )(*_operands(q_BTNH, lengths_B, starts_BT, K, end, sizes), *cache)
     o, lse = _merge(o, ml, sinks_N, sizes)
     return o.astype(q_BTNH.dtype), lse

@@ -59,6 +59,7 @@ class BlockList(NamedTuple):
 
 
 def list_blocks(lengths_B: Array, starts_BT: Array, S: int, block: int) -> BlockList:
+    """The blocks of the positions below S that some query sees."""
     B, start_B = len(lengths_B), jnp.maximum(starts_BT.min(1), 0)
     filled_B = jnp.minimum(lengths_B, S)
     first_B = start_B // block
@@ -86,17 +87,22 @@ class RingSizes(NamedTuple):
     stages: int  # blocks that the ring holds
 
 
-def ring_sizes(q: Any, k: Any, v: Any, v_dim: int | None = None) -> RingSizes | None:
+def ring_sizes(
+    q: Any, k: Any, v: Any, v_dim: int | None = None, wraps: bool = False
+) -> RingSizes | None:
     """Returns the largest blocks and the longest ring within the bounds above; None if none fit.
 
     If S is a multiple of 128, blocks are too; the last one may begin early and overlap the one
-    before it. Otherwise, one block is all of S.
+    before it, unless the cache wraps: then blocks divide S. Otherwise, one block is all of S.
     """
     (_, T, N, _), (_, K, S, W) = q.shape, k.shape
     rows, Hv = K * pl.cdiv(T * N // K, SUBLANES) * SUBLANES, value_width(v, v_dim)
     position = K * sum(x.shape[3] * x.dtype.itemsize for x in (k, v) if x is not None)
     largest = min(MAX_BLOCK, BLOCK_BYTES // position, SCORE_BYTES // (4 * rows))
-    block = S if S % LANES else min(S, max(largest // LANES, 1) * LANES)
+    lanes = max(min(largest, S) // LANES, 1)
+    if wraps:
+        lanes = next(n for n in range(lanes, 0, -1) if S // LANES % n == 0)
+    block = S if S % LANES else lanes * LANES
     per_slot = rows * (4 * Hv + 2 * q.dtype.itemsize * (W + Hv))
     scores = 3 * 4 * rows * block  # the scores, their exponentials and the mask
     stage, spare = position * block, VMEM_BYTES - per_slot - scores
@@ -105,7 +111,13 @@ def ring_sizes(q: Any, k: Any, v: Any, v_dim: int | None = None) -> RingSizes | 
 
 
 def unsupported(
-    q: Any, k: Any, v: Any, k_scale: Any = None, v_scale: Any = None, v_dim: int | None = None
+    q: Any,
+    k: Any,
+    v: Any,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    v_dim: int | None = None,
+    wraps: bool = False,
 ) -> str | None:
     """Says in one sentence why the kernel does not take these arrays (or shapes); None if it
     does."""
@@ -115,13 +127,13 @@ def unsupported(
         return f"the TPU kernel takes a cache in {', '.join(CACHE_DTYPES)}, not {k.dtype}"
     if (k_scale is None) != (v_scale is None) and (v is not None or k_scale is None):
         return "the TPU kernel takes scales of both keys and values, or of neither"
-    sizes = ring_sizes(q, k, v, v_dim)
+    sizes = ring_sizes(q, k, v, v_dim, wraps)
     if sizes is None:
         return (
             f"no block of a cache {list(k.shape)} with {q.shape[1:3]} queries fits on the chip for "
             "the TPU kernel: the capacity should be a multiple of 128"
         )
-    items = len(q) * -(-k.shape[2] // sizes.block)
+    items = len(q) * -(-k.shape[2] // sizes.block) * (2 if wraps else 1)
     if items > MAX_ITEMS:
         return f"the TPU kernel takes a cache of at most {MAX_ITEMS} blocks, not {items}"
     return None
@@ -138,13 +150,14 @@ class Static(NamedTuple):
     axes: tuple[int, ...]  # the axis of the positions in each cache array of a slot
     v_dim: int | None
     scale: float
+    wraps: bool
 
 
 # ---- inside the kernel: one slot
 
 
 class Edge(NamedTuple):
-    """Where a block lies in the cache; for blocks that some query does not see entirely."""
+    """The positions of a block; for blocks that some query does not see entirely."""
 
     first: Array  # its first position
     at: Array  # the first position copied, which is lower if the last block must end at S
@@ -152,12 +165,14 @@ class Edge(NamedTuple):
     starts: list[Array]
 
 
-def _begin(i: Array, b: Array, listed: BlockList, c: Static) -> tuple[Array, Any]:
-    """Returns the first position of item i, which is for slot b, and the first position copied."""
+def _begin(i: Array, b: Array, listed: BlockList, c: Static) -> tuple[Array, Any, Any]:
+    """Returns the first position of item i, which is for slot b, the first position copied, and its
+    place in the cache."""
     first = (listed.first_B[b] + i - listed.begin_B[b]) * c.block
+    at = first if c.wraps else jnp.minimum(first, c.S - c.block)
     if c.block == c.S:  # the compiler must see that a slice of, say, 77 positions is all of 77
-        return first, 0
-    return first, pl.multiple_of(jnp.minimum(first, c.S - c.block), LANES)
+        return first, at, 0
+    return first, at, pl.multiple_of(lax.rem(at, c.S) if c.wraps else at, LANES)
 
 
 def _kernel(*refs: Any, static: Static) -> None:
@@ -171,7 +186,7 @@ def _kernel(*refs: Any, static: Static) -> None:
 
     def copies(i: Array) -> Iterator[Any]:
         b, stage = listed.slot[i], lax.rem(i, c.stages)
-        positions = pl.ds(_begin(i, b, listed, c)[1], c.block)
+        positions = pl.ds(_begin(i, b, listed, c)[2], c.block)
         for x, buffer, axis, done in zip(caches, ring, c.axes, range(n), strict=True):
             window = x.at[(b, *(slice(None),) * axis, positions)]
             yield pltpu.make_async_copy(window, buffer.at[stage], arrived.at[stage, done])
@@ -194,7 +209,7 @@ def _kernel(*refs: Any, static: Static) -> None:
         pl.when(i + c.stages - 1 < items)(lambda: start(i + c.stages - 1))
         for copy in copies(i):
             copy.wait()
-        stage, (first, at) = lax.rem(i, c.stages), _begin(i, own, listed, c)
+        stage, (first, at, _) = lax.rem(i, c.stages), _begin(i, own, listed, c)
         attend = partial(_attend_block, q[0], [x.at[stage] for x in ring], m, total, acc, static=c)
         inside = (at == first) & (at + c.block <= length - c.T + 1)
         for s in starts:
@@ -279,17 +294,18 @@ def decode_attention_tpu(
     *,
     scale: float,
     v_dim: int | None = None,
+    wraps: bool = False,
     sizes: RingSizes | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
     """Computes `ragged_decode_attention`: the output [B, T, N, Hv] in q's dtype, and in float32 the
-    log-sum-exp [B, T, N].
+    log-sum-exp [B, T, N]. With `wraps`, lengths are below 2 * S, and position p is in place p % S.
 
     `sizes` and `interpret` are for tests; `interpret` is passed to `pl.pallas_call`. Raises
     ValueError with the reason from `unsupported`.
     """
-    reason = unsupported(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS, v_dim)
-    sizes = sizes or ring_sizes(q_BTNH, k_BKSH, v_BKSH, v_dim)
+    reason = unsupported(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS, v_dim, wraps)
+    sizes = sizes or ring_sizes(q_BTNH, k_BKSH, v_BKSH, v_dim, wraps)
     if reason or sizes is None:
         raise ValueError(reason)
     (T, N, H), (K, S, W) = q_BTNH.shape[1:], k_BKSH.shape[1:]
@@ -306,9 +322,9 @@ def decode_attention_tpu(
     scales = [x for x in (k_scale_BKS, v_scale_BKS) if x is not None]
     axes = [2 if positions_last(S, x.shape[3]) else 1 for x in rows] + [1 for _ in scales]
     caches = [x.swapaxes(2, 3) if a == 2 else x for x, a in zip(rows, axes, strict=False)]
-    static = Static(T, N // K, S, *sizes, tuple(axes), v_dim, scale)
+    static = Static(T, N // K, S, *sizes, tuple(axes), v_dim, scale, wraps)
     starts = starts_BT.astype(jnp.int32).reshape(-1)
-    listed = list_blocks(lengths_B, starts_BT, S, static.block)
+    listed = list_blocks(lengths_B, starts_BT, 2 * S if wraps else S, static.block)
     scalars = (*listed, lengths_B.astype(jnp.int32), starts)
     Hv = value_width(v_BKSH, v_dim)
     o, lse = _call(scalars, padded_rows(q_BTNW), sink_KR1, caches + scales, Hv, static, interpret)

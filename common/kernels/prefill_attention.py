@@ -19,7 +19,7 @@ from common.kernels.attention_blocked import attention_blocked
 from common.kernels.dispatch import AUTO, Impl, Kernel, choose
 from common.kernels.reference import attention_reference
 from common.kernels.shapes import check_shapes, is_whole
-from common.kernels.visible import first_seen
+from common.kernels.visible import first_seen, in_two_laps
 
 Array = jax.Array
 
@@ -37,6 +37,7 @@ def prefill_attention(
     v_scale_BKS: Array | None = None,
     sinks_N: Array | None = None,
     v_dim: int | None = None,
+    wraps: bool = False,
     return_lse: bool = False,
     implementation: str = AUTO,
 ) -> Any:
@@ -58,10 +59,13 @@ def prefill_attention(
       k_scale_BKS, v_scale_BKS: float32 scales of an int8 or fp8 cache, one per token and head. The
         values of shared rows have the keys' scale, unless v_scale_BKS is given.
       sinks_N: one logit per query head, which joins the softmax without a value vector.
+      wraps: position p is in place p % S of the cache, which holds the newest S of the `lengths`
+        positions. No query may see an older one, and S is a multiple of `chunk`.
       return_lse: also return the log-sum-exp of each query's scores and its sink, float32 [B, T,
         N]; -inf if there are none. Attention over parts of the positions is merged with it.
       implementation: an `Impl`. "auto" is splash for bf16 queries on TPU, else "blocked", because
         splash multiplies float32 in bf16. "tpu" is splash; other platforms interpret it, for tests.
+        For splash, a cache that wraps must have a multiple of 128 places.
         "gpu" is the same as "blocked". The last one is "reference".
 
     Returns o [B, T, N, Hv] in q's dtype, or (o, lse). A query that sees nothing gives zeros. A
@@ -76,15 +80,17 @@ def prefill_attention(
     lengths_B = jnp.maximum(lengths_B, 0)  # lengths - T must not wrap around
     T = q_BTNH.shape[1]
     starts_BT = first_seen(lengths_B[:, None] - T + jnp.arange(T), window, chunk)
-    options: Any = dict(scale=scale, v_dim=v_dim, return_lse=return_lse)
+    if wraps:
+        lengths_B, starts_BT = in_two_laps(lengths_B, starts_BT, k_BKSH.shape[2])
+    options: Any = dict(scale=scale, v_dim=v_dim, wraps=wraps, return_lse=return_lse)
     reference, blocked = (partial(f, **options) for f in (attention_reference, attention_blocked))
     plain = dict(reference=reference, blocked=blocked, gpu=blocked)
 
     def kernels() -> dict[str, Kernel]:
-        from common.kernels.prefill_attention_tpu import prefill_attention_tpu
+        from common.kernels import prefill_attention_tpu as tpu
 
-        on_tpu = partial(prefill_attention_tpu, **options, window=window, chunk=chunk)
-        return dict(tpu=Kernel("tpu", on_tpu, None))
+        on_tpu = partial(tpu.prefill_attention_tpu, **options, window=window, chunk=chunk)
+        return dict(tpu=Kernel("tpu", on_tpu, tpu.unsupported(k_BKSH.shape[2], wraps)))
 
     attend = choose(implementation, plain, kernels)
     arrays = (k_scale_BKS, v_scale_BKS, sinks_N)

@@ -34,6 +34,13 @@ KEY_BLOCKS = (512, 256, 128)  # splash takes multiples of 128
 PARTS = (2048, 1024, 512)  # positions that are copied at once
 
 
+def unsupported(S: int, wraps: bool = False) -> str | None:
+    """Says in one sentence why splash does not take a cache of S positions; None if it does."""
+    if wraps and S % LANES:
+        return f"splash takes a cache that wraps if it has a multiple of {LANES} places, not {S}"
+    return None
+
+
 def prefill_attention_tpu(
     q_BTNH: Array,
     k_BKSH: Array,
@@ -48,26 +55,29 @@ def prefill_attention_tpu(
     window: int | None = None,
     chunk: int | None = None,
     v_dim: int | None = None,
+    wraps: bool = False,
     return_lse: bool = False,
     interpret: bool = False,
 ) -> Any:
-    """Computes `prefill_attention`. Shared rows are used whole as keys; q is padded to [0 | q]."""
+    """Computes `prefill_attention`. Shared rows are used whole as keys; q is padded to [0 | q].
+    With `wraps`, lengths are below 2 * S, and position p is in place p % S."""
     T, S = q_BTNH.shape[1], k_BKSH.shape[2]
     size = math.gcd(S, chunk or S)
     part = S if window is not None else next((n for n in PARTS if size % n == 0), S)
-    whole = part == S
+    whole, laps = part == S, 2 if wraps else 1
     options: Any = dict(window=window, chunk=chunk) if whole else dict(window=None, chunk=None)
-    options |= dict(scale=scale, v_dim=v_dim, interpret=interpret)
+    options |= dict(scale=scale, v_dim=v_dim, wraps=wraps and whole, interpret=interpret)
     attend_to: Any = partial(_attend, **options)
 
     def attend(i: Array | int, sinks_N: Array | None = None) -> tuple[Array, Array]:
         def cut(x: Array | None) -> Array | None:
-            return None if x is None else lax.dynamic_slice_in_dim(x, i * part, part, axis=2)
+            at = lax.rem(i, S // part) * part
+            return None if x is None else lax.dynamic_slice_in_dim(x, at, part, axis=2)
 
         k, v, *scales = map(cut, (k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS))
         position_BT = lengths_B[:, None] - T + jnp.arange(T) - i * part
         # A part lies in one chunk: a query sees nothing of it, or what precedes the query.
-        seen_BT = (position_BT >= 0) & (starts_BT < S if whole else starts_BT <= i * part)
+        seen_BT = (position_BT >= 0) & (starts_BT < laps * S if whole else starts_BT <= i * part)
         position_BT = position_BT if whole else jnp.where(seen_BT, position_BT, -1)
         lengths = lengths_B - i * part
         return attend_to(q_BTNH, k, v, *scales, lengths, position_BT, seen_BT, sinks_N)
@@ -76,7 +86,7 @@ def prefill_attention_tpu(
         o, lse = attend(0, sinks_N)
     else:
         first = lax.div(starts_BT.min(), part)
-        end = jnp.minimum(lax.div(lengths_B.max() + part - 1, part), S // part)
+        end = jnp.minimum(lax.div(lengths_B.max() + part - 1, part), laps * S // part)
         o, lse = attend_in_parts(attend, first, end, sinks_N)
     return (o, lse) if return_lse else o
 
@@ -96,6 +106,7 @@ def _attend(
     window: int | None,
     chunk: int | None,
     v_dim: int | None,
+    wraps: bool,
     interpret: bool,
 ) -> tuple[Array, Array]:
     """Attends to all S positions that it is given. seen_BT: whether a query sees any. Returns o and
@@ -119,7 +130,7 @@ def _attend(
     padded_BT = jnp.pad(position_BT, ((0, 0), (0, -T % bq)), mode="edge")
     first = partial(first_seen, window=window, chunk=chunk)
     reach = min(x for x in (window, chunk, S) if x is not None)  # positions that a query sees
-    row = partial(_row, first=first, reach=reach, sinks_N=sinks_N, interpret=interpret)
+    row = partial(_row, first=first, reach=reach, sinks_N=sinks_N, wraps=wraps, interpret=interpret)
     o_BNTH, lse_BNT = lax.map(lambda xs: row(*xs, S=S, bq=bq, bs=bs), (q, k, v, padded_BT))
     seen_BT1 = seen_BT[..., None]
     o_BTNH, lse_BTN = (x.swapaxes(1, 2)[:, :T] for x in (o_BNTH, lse_BNT))
@@ -128,13 +139,13 @@ def _attend(
 
 
 def _blocks_of_keys(
-    position_T: Array, first: Callable[[Array], Array], reach: int, S: int, bq: int, bs: int
+    position_T: Array, first: Callable[[Array], Array], reach: int, end: int, bq: int, bs: int
 ) -> tuple[Array, Array]:
     """Returns, for each block of bq queries, the blocks of bs keys in the order of reading, and
     whether some query sees each. An unseen one names the last seen block, so nothing is fetched."""
     first_q = first(position_T[::bq, None]) // bs
-    last_q = jnp.minimum(position_T.reshape(-1, bq).max(1)[:, None], S - 1) // bs
-    most = min(-(-S // bs), -(-(bq + reach - 2) // bs) + 1)
+    last_q = jnp.minimum(position_T.reshape(-1, bq).max(1)[:, None], end - 1) // bs
+    most = min(-(-end // bs), -(-(bq + reach - 2) // bs) + 1)
     block = first_q + jnp.arange(most)
     return jnp.minimum(block, jnp.maximum(last_q, 0)), block <= last_q
 
@@ -151,6 +162,7 @@ def _row(
     bq: int,
     bs: int,
     sinks_N: Array | None,
+    wraps: bool,
     interpret: bool,
 ) -> tuple[Array, Array]:
     """Attends for one row: o [N, T, Hv] and its log-sum-exp [N, T]. T and the padded S are
@@ -159,7 +171,11 @@ def _row(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-    block, is_seen = _blocks_of_keys(position_T, first, reach, S, bq, bs)
+    end = 2 * S if wraps else S
+    block, is_seen = _blocks_of_keys(position_T, first, reach, end, bq, bs)
+    # The mask is that of both laps. So a block is read once, even if a query sees both ends of it.
+    blocks = -(-S // bs)
+    block, is_seen = lax.rem(block[:, :blocks], blocks), is_seen[:, :blocks]
     mask = MaskInfo(
         data_next=block[None].astype(jnp.int32),
         mask_next=None,
@@ -171,7 +187,9 @@ def _row(
     def seen(q: Array, k: Array) -> Array:
         """The mask [bq, bs] of positions q and k. All lanes of q are equal, so 128 are enough."""
         q, repeats = q[:, :LANES], (1, k.shape[1] // LANES)
-        return (k >= jnp.tile(first(q), repeats)) & (k <= jnp.tile(jnp.minimum(q, S - 1), repeats))
+        low, high = (jnp.tile(x, repeats) for x in (first(q), jnp.minimum(q, end - 1)))
+        seen = (k >= low) & (k <= high)
+        return seen | (k + S >= low) & (k + S <= high) if wraps else seen
 
     attend = splash.SplashAttentionKernel(
         mask,

@@ -23,6 +23,7 @@ def attention_reference(
     *,
     scale: float,
     v_dim: int | None = None,
+    wraps: bool = False,
     return_lse: bool = True,
 ) -> Any:
     """Computes softmax(q k^T * scale + mask) v over the whole cache at once. Returns the output
@@ -31,10 +32,16 @@ def attention_reference(
     Query t of slot b is at position lengths[b] - T + t, and sees the positions from starts[b, t] up
     to its own. A query that sees none gives zeros and -inf. Without v_BKSH, a cache row holds both:
     the values are its first v_dim columns, and the keys its last H. The values then have the keys'
-    scale, unless v_scale_BKS is given.
+    scale, unless v_scale_BKS is given. With `wraps`, position p is row p % S, for lengths below
+    2 * S.
 
     It has a reverse-mode gradient. The blocked implementation, a loop of unknown length, has none.
     """
+    if wraps:  # as one cache of two laps, each of which is the same rows
+        caches = (k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS)
+        k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS = jax.tree.map(
+            lambda x: jnp.concatenate([x, x], axis=2), caches
+        )
     B, T, N, H = q_BTNH.shape
     K, S, W = k_BKSH.shape[1:]
     if v_BKSH is None:

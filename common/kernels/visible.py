@@ -1,5 +1,5 @@
 """Which positions of its slot a query sees: from the first one that its window or chunk allows, up
-to its own."""
+to its own. And where they are in a cache that holds only the newest ones."""
 
 import jax
 import jax.numpy as jnp
@@ -23,3 +23,11 @@ def first_seen(
     if chunk is not None:  # a query below 0 sees nothing, so its rounding does not matter
         first = jnp.maximum(first, position - lax.rem(position, chunk))
     return first
+
+
+def in_two_laps(lengths_B: jax.Array, starts_BT: jax.Array, S: int) -> tuple[jax.Array, jax.Array]:
+    """Lengths and starts of slots whose position p is in place p % S, without the laps that nobody
+    sees any more. A slot that is in its first lap stays as it is. The others come to lengths in
+    [S, 2 * S): so the newest lap is the second, and the lap before it is the first."""
+    gone_B = jnp.maximum(lax.div(lengths_B, S) - 1, 0) * S
+    return lengths_B - gone_B, starts_BT - gone_B[:, None]
