@@ -427,14 +427,11 @@ def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
 
     Every device routes all tokens of its slots, those of empty slots too, and sorts the M * X rows
     by expert. It computes the rows of its own experts, and all other rows are zeros."""
-    x_BTD = lax.optimization_barrier(x_BTD)  # or XLA would norm it twice: see below
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     weight_MX, expert_MX = route(x_MD, w, config)
     groups = group_by_expert(expert_MX, num_experts(w.experts))
     dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=step.implementation)
     y_MXD = experts(x_MD[groups.token], w.experts, dot)[groups.row]
-    # The shared MLP waits, so that the rows of a long prompt's tokens have room on a TPU's chip.
-    x_BTD, y_MXD = lax.optimization_barrier((x_BTD, y_MXD))
     y_MD = (y_MXD * weight_MX[..., None]).sum(axis=1)
     return y_MD.reshape(x_BTD.shape) + mlp(x_BTD, w.shared)
 

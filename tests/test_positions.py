@@ -1,14 +1,22 @@
-"""Rotations and scales of positions in long contexts are those of transformers, for the published
-sizes: `make_rope_fixture.py` wrote them."""
+"""Positions far into a context are those of transformers, for the published sizes: rotations and
+scales alone (`make_rope_fixture.py` wrote them), and what whole models compute of a text of 140,000
+tokens (`make_far_fixture.py`)."""
 
 import importlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close
-from engine import FIXTURES, model_of
+from engine import FIXTURES, Engine, empty_cache, model_of
 from families import FAMILIES
+from far import END, POINTS, SHOWN, tokens
+
+from common.loading.checkpoint import load_weights
+from common.loading.files import read_json
+from common.serving.score import logits
+from common.sharding import make_mesh
 
 with np.load(FIXTURES / "rope.npz") as z:
     ROPE = dict(z)
@@ -43,3 +51,59 @@ def test_queries_far_into_a_context_are_scaled_as_published():
     got = model_of("llama4").query_scale(jnp.asarray(position), config_of("llama4"))
     want = 1 + 0.1 * np.log(1 + np.array([[0, 0, 1, 1, 2, 17, 1280]]))
     assert_close(got[..., 0, 0], want, atol=1e-6)
+
+
+CHUNK = 2000  # tokens
+CAPACITY = 139 * 1024  # holds the text and one more chunk, in whole parts of latents
+
+
+# Here programs run for minutes, so they are optimised.
+LOGITS = jax.jit(
+    logits,
+    static_argnames=("model", "config", "mesh"),
+    donate_argnames="cache",
+    compiler_options=dict(xla_backend_optimization_level=3),
+)
+
+
+def load_far(family):
+    model, mesh, directory = model_of(family), make_mesh(), FIXTURES / "far" / family
+    config = model.config_from_hf(read_json(directory / "config.json"))
+    weights = load_weights(directory, model, config, mesh, "float32")
+    return Engine(model, config, weights, mesh, "far", family)
+
+
+def read(engine, cache, token_T, start):
+    """Reads tokens from position `start` on: their logits [T, V], and the cache."""
+    model, config, weights, mesh, *_ = engine
+    given = jnp.asarray(token_T)[None], jnp.array([start + len(token_T)])
+    logits_BTV, cache = LOGITS(model, weights, cache, *given, config=config, mesh=mesh)
+    return np.asarray(logits_BTV[0]), cache
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param(POINTS[:2], id=f"{POINTS[1]}"),
+        pytest.param(POINTS, id=f"{END}", marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize("family", ROTARY)
+def test_logits_far_into_a_text_are_those_of_transformers(family, points):
+    """The text is read in chunks up to the last token of each point. Then the tokens of the point
+    are read once more, one at a time."""
+    engine, text, at = load_far(family), tokens(), 0
+    with np.load(FIXTURES / "far" / family / "golden.npz") as z:
+        golden = z["logits"]
+    cache = empty_cache(engine, 1, CAPACITY)
+    for point, want in zip(points, golden, strict=False):
+        end = point + SHOWN
+        while at < end:
+            count = min(CHUNK, end - at)
+            chunk = np.pad(text[at : at + count], (0, CHUNK - count), constant_values=5)
+            got, cache = read(engine, cache, chunk, at)
+            at += count
+        assert_close(got[count - SHOWN : count], want, atol=1e-4, what=f"chunk to {end}")
+        for i in range(point, end):
+            got, cache = read(engine, cache, text[i : i + 1], i)
+            assert_close(got[0], want[i - point], atol=1e-4, what=f"token {i}")

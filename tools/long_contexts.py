@@ -4,6 +4,7 @@
     python tools/long_contexts.py deepseek-r1 scout    # rows whose name contains one of these
     python tools/long_contexts.py --slots              # how many slots of the full context fit
     python tools/long_contexts.py --chunks             # a prompt of 8,192 tokens, by its chunks
+    python tools/long_contexts.py --filled             # what 65,536 filled positions cost more
 
 Compiles a few layers at their true widths for a TPU slice (see `common.machines.dryrun`). Prints
 the bytes that move through memory, the compiler's estimate of cycles, the bytes that collectives
@@ -12,6 +13,7 @@ slot takes, whose filled positions are one part. Branches do not count: an empty
 """
 
 import importlib
+import math
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,8 @@ sys.path[:0] = [str(ROOT)]
 
 import jax.numpy as jnp  # noqa: E402
 
+from common.cache import LATENT_PARTS  # noqa: E402
+from common.kernels.prefill_attention_tpu import PARTS  # noqa: E402
 from common.machines.chips import chip_of, devices_of  # noqa: E402
 from common.machines.dryrun import (  # noqa: E402
     Report,
@@ -31,10 +35,20 @@ from common.machines.dryrun import (  # noqa: E402
     device_bytes,
     dry_run,
 )
+from common.machines.hlo import (  # noqa: E402
+    Program,
+    called,
+    collectives,
+    cycles,
+    executed,
+    parse,
+    traffic,
+    trips,
+)
 from common.quant import INT8  # noqa: E402
 from common.sharding import make_mesh, parse_mesh  # noqa: E402
 
-CHUNK, PROMPT = 512, 8192  # tokens
+CHUNK, PROMPT, FILLED = 512, 8192, 65_536  # tokens
 CACHES = ("bfloat16", "int8", "float8_e4m3fn")
 
 
@@ -59,9 +73,48 @@ ROWS = [
 ]
 
 
+class Cost(NamedTuple):
+    cycles: float
+    traffic: float  # bytes
+    sent: float  # bytes that collectives return
+
+    def plus(self, other: "Cost", times: float) -> "Cost":
+        return Cost(*(a + b * times for a, b in zip(self, other, strict=True)))
+
+
+def cost(program: Program) -> Cost:
+    sent = sum(c.bytes for c in collectives(program) if not c.conditional)
+    return Cost(cycles(program), traffic(program), sent)
+
+
+def turn(program: Program) -> Cost:
+    """What one more turn of each loop of unknown length costs: one more part of the positions, in
+    every layer that reads all of them."""
+    total = Cost(0, 0, 0)
+    for op, _, times, conditional in executed(program):
+        if op.kind == "while" and not conditional and trips(program, op) == 1:
+            total = total.plus(cost(Program(program.computations, called(op)["body"][0])), times)
+    return total
+
+
+def part_of(row: Row, capacity: int) -> int:
+    """How many positions one turn of the loop reads."""
+    if row.family in ("deepseek_r1", "kimi_k2"):
+        each = capacity // parse_mesh(row.axes).get("tensor", 1)
+        return next(n for n in LATENT_PARTS if each % n == 0)
+    return next(n for n in PARTS if capacity % n == 0)
+
+
 def measure(
     row: Row, devices: Any, capacity: int, cache: str, chunk: int = CHUNK, layers: int | None = None
 ) -> Report:
+    """The report on a chunk of a prompt: see `compiled`."""
+    return compiled(row, devices, capacity, cache, chunk, layers)[0]
+
+
+def compiled(
+    row: Row, devices: Any, capacity: int, cache: str, chunk: int = CHUNK, layers: int | None = None
+) -> tuple[Report, Program]:
     """Compiles `layers` layers, or those of the row, with weights in int8. Experts that are
     published in 4 bits stay so."""
     layers = layers or row.layers
@@ -72,8 +125,8 @@ def measure(
     fields: Any = {"n_layer" if "n_layer" in config._fields else "num_hidden_layers": layers}
     mesh = make_mesh(**parse_mesh(row.axes), devices=devices)
     options: Any = dict(storage=INT8, cache_dtype=jnp.dtype(cache), prefill=chunk, slots=1)
-    report, _ = dry_run(model, config._replace(**fields), mesh, capacity=capacity, **options)
-    return report
+    report, text = dry_run(model, config._replace(**fields), mesh, capacity=capacity, **options)
+    return report, parse(text)
 
 
 def measured(rows: list[Row]) -> Iterator[tuple[Row, str, list[Report]]]:
@@ -118,30 +171,70 @@ def print_slots() -> None:
 
 def print_chunks() -> None:
     """Prints what a prompt takes in chunks of several lengths, in all layers: two and four layers
-    are compiled, and the rest follows from their difference. All chunks count as the first does."""
+    are compiled, and the rest follows from their difference. Each chunk reads as many parts of the
+    positions as are filled."""
     print("| | tokens at once | cycles | traffic, GB | collectives, GB | temporaries, MB |")
     print("|---|---|---|---|---|---|")
     for row in (row for row in ROWS if row.size in ("llama3.1-70b", "deepseek-r1", "gpt-oss-120b")):
         shapes = importlib.import_module(f"{row.family}.shapes").SHAPES
         devices, depth = devices_of(row.topology), shapes[row.size]["num_hidden_layers"]
+        part = part_of(row, PROMPT)
         for chunk in (512, 1024, 2048):
-            few, more = (measure(row, devices, PROMPT, "int8", chunk, layers) for layers in (2, 4))
-            totals = [
-                (getattr(few, n) + (getattr(more, n) - getattr(few, n)) * (depth - 2) / 2)
-                * (PROMPT / chunk)
-                for n in ("cycles", "traffic", "sent")
-            ]
+            ends = range(chunk, PROMPT + 1, chunk)
+            turns = sum(-(-end // part) - 1 for end in ends)  # beside the first of each chunk
+            (_, few), (report, more) = (
+                compiled(row, devices, PROMPT, "int8", chunk, layers) for layers in (2, 4)
+            )
+            first, last = (
+                Cost(0, 0, 0).plus(cost(p), len(ends)).plus(turn(p), turns) for p in (few, more)
+            )
+            total = first.plus(last, (depth - 2) / 2).plus(first, -(depth - 2) / 2)
             print(
-                f"| {row.size}, {row.topology}, `{row.axes}` | {chunk} | {totals[0] / 1e6:,.0f} M "
-                f"| {totals[1] / 1e9:.1f} | {totals[2] / 1e9:.1f} "
-                f"| {more.temporaries / 1e6:.0f} |",
+                f"| {row.size}, {row.topology}, `{row.axes}` | {chunk} "
+                f"| {total.cycles / 1e6:,.0f} M | {total.traffic / 1e9:.1f} "
+                f"| {total.sent / 1e9:.1f} | {report.temporaries / 1e6:.0f} |",
                 flush=True,
             )
 
 
+def print_filled() -> None:
+    """Prints what a chunk of a prompt costs in an empty slot, and how much more it costs with
+    FILLED positions in the slot. Kernels are not in the compiler's cycles. What their products take
+    at least, at the full speed of the chip, stands beside them."""
+    print("| | layers | cache | empty | filled: more cycles, GB | products of attention |")
+    print("|---|---|---|---|---|---|")
+    for row in (row for row in ROWS if row.capacities[1] > FILLED and row.topology[:3] == "v5e"):
+        for cache in CACHES[:2]:
+            capacity = row.capacities[1]
+            _, program = compiled(row, devices_of(row.topology), capacity, cache)
+            empty, turns = cost(program), FILLED / part_of(row, capacity)
+            more = Cost(0, 0, 0).plus(turn(program), turns)
+            print(
+                f"| {row.size}, {row.topology}, `{row.axes}` | {row.layers} | {cache} "
+                f"| {empty.cycles / 1e6:.1f} M | {more.cycles / 1e6:.1f} M, "
+                f"{more.traffic / 1e9:.2f} | {attention_cycles(row) / 1e6:.1f} M |",
+                flush=True,
+            )
+
+
+def attention_cycles(row: Row) -> float:
+    """The cycles that a v5e needs at least for the products of a chunk's queries with FILLED keys
+    and values, in all layers of the row that see them. It has four units of 128 x 128."""
+    model = importlib.import_module(f"{row.family}.model")
+    config = model.config_from_hf(importlib.import_module(f"{row.family}.shapes").SHAPES[row.size])
+    heads = config.num_attention_heads / math.prod(parse_mesh(row.axes).values())
+    if "qk_nope_head_dim" in config._fields:
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    else:
+        width = 2 * config.head_dim
+    layers = row.layers // 2 if row.family == "gpt_oss" else row.layers
+    return 2 * CHUNK * heads * width * FILLED * layers / (2 * 4 * 128 * 128)
+
+
 def main(wanted: list[str]) -> None:
-    if wanted in (["--slots"], ["--chunks"]):
-        (print_slots if wanted == ["--slots"] else print_chunks)()
+    printers = {"--slots": print_slots, "--chunks": print_chunks, "--filled": print_filled}
+    if len(wanted) == 1 and wanted[0] in printers:
+        printers[wanted[0]]()
         return
     rows = [row for row in ROWS if not wanted or any(name in row.size for name in wanted)]
     print(
