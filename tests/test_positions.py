@@ -55,8 +55,6 @@ def test_queries_far_into_a_context_are_scaled_as_published():
 
 CHUNK = 2000  # tokens
 CAPACITY = 139 * 1024  # holds the text and one more chunk, in whole parts of latents
-
-
 # Here programs run for minutes, so they are optimised.
 LOGITS = jax.jit(
     logits,
@@ -81,6 +79,7 @@ def read(engine, cache, token_T, start):
     return np.asarray(logits_BTV[0]), cache
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "points",
     [
