@@ -92,8 +92,9 @@ def attend_in_parts(
     """
 
     def add(i: Array, merged: tuple[Array, Array]) -> tuple[Array, Array]:
-        o, lse = (jnp.stack(both) for both in zip(merged, attend(i), strict=True))
-        return merge_parts(o, lse)
+        (o, lse), (o_i, lse_i) = merged, attend(i)
+        share = jnp.where(jnp.isneginf(lse_i), 0, jax.nn.sigmoid(lse_i - lse))
+        return o + share[..., None] * (o_i - o), jnp.logaddexp(lse, lse_i)
 
     like = jax.eval_shape(attend, end)
     sinks: Any = -jnp.inf if sinks_N is None else sinks_N.astype(jnp.float32)
