@@ -105,13 +105,6 @@ def part_of(row: Row, capacity: int) -> int:
     return next(n for n in PARTS if capacity % n == 0)
 
 
-def measure(
-    row: Row, devices: Any, capacity: int, cache: str, chunk: int = CHUNK, layers: int | None = None
-) -> Report:
-    """The report on a chunk of a prompt: see `compiled`."""
-    return compiled(row, devices, capacity, cache, chunk, layers)[0]
-
-
 def compiled(
     row: Row, devices: Any, capacity: int, cache: str, chunk: int = CHUNK, layers: int | None = None
 ) -> tuple[Report, Program]:
@@ -134,12 +127,12 @@ def measured(rows: list[Row]) -> Iterator[tuple[Row, str, list[Report]]]:
     places = [(row, devices_of(row.topology)) for row in rows]
     with ThreadPoolExecutor(2) as pool:
         jobs = [
-            (row, cache, [pool.submit(measure, row, at, S, cache) for S in row.capacities])
+            (row, cache, [pool.submit(compiled, row, at, S, cache) for S in row.capacities])
             for row, at in places
             for cache in CACHES
         ]
         for row, cache, reports in jobs:
-            yield row, cache, [report.result() for report in reports]
+            yield row, cache, [report.result()[0] for report in reports]
 
 
 def print_slots() -> None:
