@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from common.kernels.decode_attention import FEW_QUERIES, ragged_decode_attention
-from common.kernels.dispatch import AUTO, Impl
+from common.kernels.dispatch import AUTO, Impl, Kernel, choose
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.softmax import attend_in_parts
 from common.kernels.visible import first_seen
@@ -28,7 +28,7 @@ TILE = 32  # positions in a tile of 8-bit numbers
 COPY_BLOCK = 128  # positions that are copied at once
 APPENDED = 2048  # a ring takes at least so many tokens at once
 RING_UNIT = 512  # the places of a window's ring are a multiple of this
-LATENT_PARTS = (1024, 512)  # of so many positions keys and values are made at once
+LATENT_PARTS = (1024, 512)  # positions of latents that are read at once, in a loop over them
 
 
 @jax.tree_util.register_static
@@ -321,42 +321,79 @@ def attend_expanded(
 ) -> Array:
     """Causal attention of a device's own N heads over a latent cache whose positions are split over
     `tensor`: [B, T, N, J]. expand(rows [B, P, W]) makes keys [B, N, P, H] and values [B, N, P, J]
-    of the rows of P positions.
+    of the rows of P positions, by a product with a matrix each.
 
-    It makes them part by part, up to the end of the longest slot: so the cost grows with what is
-    filled, and not with the capacity. The reference makes all at once, because a loop of unknown
-    length has no gradient.
+    They are made of a part of the positions at a time, up to the end of the longest slot: so the
+    cost grows with what is filled, and not with the capacity. On TPU the kernel makes those of a
+    block, of the rows as they are stored. The reference makes all at once, because a loop of
+    unknown length has no gradient.
     """
-    attend = partial(prefill_attention, scale=scale, implementation=implementation)
     S, devices = cache.rows.shape[2], lax.axis_size(TENSOR)
-    if implementation == Impl.REFERENCE:
-        parts = [latent_rows(cache, i * S, S, q_BTNH.dtype) for i in range(devices)]
-        return attend(q_BTNH, *expand(jnp.concatenate(parts, axis=1)), end_B)
     size = next((n for n in LATENT_PARTS if S % n == 0), S)
 
-    def attend_part(i: Array) -> tuple[Array, Array]:
-        k_BNPH, v_BNPJ = expand(latent_rows(cache, i * size, size, q_BTNH.dtype))
-        return attend(q_BTNH, k_BNPH, v_BNPJ, end_B - i * size, return_lse=True)
+    def at_once(q_BTNH: Array) -> Array:
+        parts = [widened_rows(*latent_rows(cache, i * S, S), q_BTNH.dtype) for i in range(devices)]
+        k_BNSH, v_BNSJ = expand(jnp.concatenate(parts, axis=2)[:, 0])
+        reference = partial(prefill_attention, implementation=Impl.REFERENCE)
+        o: Array = reference(q_BTNH, k_BNSH, v_BNSJ, end_B, scale=scale)
+        return o
 
-    end = jnp.clip(end_B.max(), 0, S * devices)
-    return attend_in_parts(attend_part, 0, (end + size - 1) // size)[0]
+    def in_parts(attend: Callable[..., Any]) -> Array:
+        def attend_part(i: Array) -> tuple[Array, Array]:
+            rows, k_scale = latent_rows(cache, i * size, size)
+            return attend(rows, k_scale, end_B - i * size)
+
+        end = jnp.clip(end_B.max(), 0, S * devices)
+        return attend_in_parts(attend_part, 0, (end + size - 1) // size)[0]
+
+    def blocked(q_BTNH: Array) -> Array:
+        def attend(rows: Array, k_scale: Array | None, end_B: Array) -> Any:
+            keys_and_values = expand(widened_rows(rows, k_scale, q_BTNH.dtype)[:, 0])
+            options: Any = dict(return_lse=True, implementation=Impl.BLOCKED)
+            return prefill_attention(q_BTNH, *keys_and_values, end_B, scale=scale, **options)
+
+        return in_parts(attend)
+
+    def kernels() -> dict[str, Kernel]:
+        from common.kernels.prefill_attention_tpu import prefill_attention_tpu, unsupported
+
+        def on_tpu(q_BTNH: Array, interpret: bool = False) -> Array:
+            # Of the rows of the unit matrix, the matrices themselves are made.
+            unit = jnp.eye(cache.rows.shape[3], dtype=q_BTNH.dtype)
+            k_1NWH, v_1NWJ = expand(unit[None])
+            made_by = k_1NWH[0], v_1NWJ[0]
+            kernel = partial(prefill_attention_tpu, scale=scale, interpret=interpret)
+
+            def attend(rows: Array, k_scale: Array | None, end_B: Array) -> Any:
+                end_B = jnp.maximum(end_B, 0)
+                return kernel(q_BTNH, rows, None, end_B, k_scale, made_by=made_by, return_lse=True)
+
+            whole = devices == 1
+            return attend(cache.rows, cache.k_scale, end_B)[0] if whole else in_parts(attend)
+
+        return dict(tpu=Kernel("tpu", on_tpu, unsupported(q_BTNH, cache.rows)))
+
+    plain = dict(reference=at_once, blocked=blocked, gpu=blocked)
+    o_BTNJ: Array = choose(implementation, plain, kernels)(q_BTNH)
+    return o_BTNJ
 
 
-def latent_rows(cache: RowCache, first: ArrayLike, size: int, dtype: DTypeLike) -> Array:
+def latent_rows(cache: RowCache, first: ArrayLike, size: int) -> tuple[Array, Array | None]:
     """The rows of positions first, first + 1, ... first + size - 1, which one device of the
-    `tensor` group holds: [B, size, W] on every device. Positions that are not filled may hold
-    anything."""
+    `tensor` group holds, and their scales: [B, 1, size, W] and [B, 1, size] on every device.
+    Positions that are not filled may hold anything."""
     S = cache.rows.shape[2]
     at = first - lax.axis_index(TENSOR) * S
 
     def read(x: Array) -> Array:
-        x = lax.dynamic_slice_in_dim(x[:, 0], at, size, axis=1)
+        x = lax.dynamic_slice_in_dim(x, at, size, axis=2)
         return lax.psum(jnp.where((at >= 0) & (at < S), x, 0), TENSOR)  # zeros elsewhere -> all
 
-    rows = read(cache.rows)
-    if cache.k_scale is None:
-        return rows.astype(dtype)
-    return (rows * read(cache.k_scale)[..., None]).astype(dtype)
+    return read(cache.rows), None if cache.k_scale is None else read(cache.k_scale)
+
+
+def widened_rows(rows: Array, k_scale: Array | None, dtype: DTypeLike) -> Array:
+    return (rows if k_scale is None else rows * k_scale[..., None]).astype(dtype)
 
 
 def whole_parts(capacity: int, devices: int = 1) -> int:

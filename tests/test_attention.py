@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from common.kernels import attention_blocked as module
+from common.kernels import prefill_attention_tpu
 from common.kernels.attention_blocked import attention_blocked
 from common.kernels.decode_attention import ragged_decode_attention
 from common.kernels.prefill_attention import prefill_attention
@@ -412,7 +413,7 @@ PREFILL_CASES = {  # lengths: full, ragged, empty, shorter than T, and past the 
     Case(64, 1, 4, 33, S=256, dtype=BF16, cache=BF16, starts="window", sinks=True): (
         *(33, 256, 130, 0, 20, 270),
     ),
-    # Three parts of 512 positions on TPU, of which slots fill none, one, two and all.
+    # Two blocks of positions on TPU, of which slots fill none, one or both.
     Case(40, 2, 2, 33, S=1536, sinks=True): (33, 1536, 1000, 0, 512, 520, 1600),
     Case(64, 2, 2, 33, S=1536, cache=INT8): (33, 1025, 1024, 0, 20, 700),
     Case(40, 2, 3, 33, S=150, starts="chunk"): (33, 150, 77, 0, 20, 160, 190),
@@ -449,9 +450,9 @@ def test_prefill_attention_computes_the_formula_whatever_lies_past_the_lengths(
 
 @pytest.mark.parametrize("T, ends", [(33, (1040, 1536, 513, 0)), (700, (1100, 1536, 1600, 40))])
 @pytest.mark.parametrize("dtype", [jnp.float32, INT8], ids=["f32", "int8"])
-def test_a_part_of_a_chunk_is_seen_by_the_queries_of_that_chunk_alone(dtype, T, ends):
-    """On TPU a chunk of 1,024 is read in parts of 512. In some slots the queries are in two chunks,
-    and what lies past a length is NaN."""
+def test_blocks_of_queries_in_two_chunks_see_each_its_own(dtype, T, ends, monkeypatch):
+    """In some slots the queries are in two chunks, and what lies past a length is NaN."""
+    monkeypatch.setattr(prefill_attention_tpu, "ROWS", 512)
     inputs = make(Case(40, 2, 2, T, S=2048, cache=dtype, sinks=True), ends)
     options = dict(scale=inputs.scale, chunk=1024, return_lse=True)
     want, got = (
@@ -465,7 +466,7 @@ def test_a_part_of_a_chunk_is_seen_by_the_queries_of_that_chunk_alone(dtype, T, 
 
 
 @pytest.mark.parametrize("starts, untouched", [("window", [512, 512, 0]), ("chunk", [512, 512, 0])])
-def test_splash_touches_no_block_that_every_window_or_chunk_leaves_out(starts, untouched):
+def test_on_tpu_no_block_is_touched_that_every_window_or_chunk_leaves_out(starts, untouched):
     """The values of such blocks are NaN here, and 0 * NaN is NaN. The outputs are still right."""
     S, lengths = 1024, (1024, 700, 300)
     inputs = make(Case(64, 1, 2, 33, S=S, starts=starts), lengths)

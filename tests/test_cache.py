@@ -192,8 +192,7 @@ def small_rings(monkeypatch):
     monkeypatch.setattr(cache, "APPENDED", 192)
     monkeypatch.setattr(cache, "RING_UNIT", 128)
     monkeypatch.setattr(decode_attention_tpu, "MAX_BLOCK", 128)
-    monkeypatch.setattr(prefill_attention_tpu, "PARTS", (64,))
-    monkeypatch.setattr(prefill_attention_tpu, "KEY_BLOCKS", (128,))
+    monkeypatch.setattr(prefill_attention_tpu, "BLOCK", 128)
 
 
 @pytest.mark.one_in(4)
@@ -359,7 +358,7 @@ def expanded(layer, q_BTNH, end_B, implementation, axes):
     def run(layer, q_BTNH, end_B, w_NCH):
         def expand(rows_BPW):
             k_BNPH = jnp.einsum("bpc,nch->bnph", rows_BPW[..., :C], w_NCH)
-            return k_BNPH, k_BNPH[..., :-1] + 1
+            return k_BNPH, k_BNPH[..., 1:] - k_BNPH[..., :-1]
 
         return attend_expanded(q_BTNH, layer, expand, end_B, implementation, scale=1.5)
 

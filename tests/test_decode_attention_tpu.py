@@ -1,5 +1,5 @@
-"""The TPU kernel of ragged decode attention. When interpreted, it computes the formula; when
-compiled for each TPU, it copies no cache."""
+"""The TPU kernels of attention. When interpreted, they compute the formula; when compiled for each
+TPU, they copy no cache."""
 
 import functools
 import math
@@ -49,8 +49,9 @@ from common.kernels.decode_attention_tpu import (
     positions_last,
 )
 from common.kernels.prefill_attention import prefill_attention
+from common.kernels.prefill_attention_tpu import prefill_attention_tpu
 from common.machines.chips import devices_of
-from common.sharding import DATA, MODEL, make_mesh
+from common.sharding import DATA, MODEL, make_mesh, round_up
 
 CACHE = ("k_BKSH", "v_BKSH")
 KERNEL = 'custom_call_target="tpu_custom_call"'
@@ -388,6 +389,27 @@ def test_a_step_that_appends_a_token_and_attends_works_on_the_cache_in_place(H, 
     assert memory.temp_size_in_bytes < size / 16
 
 
+def assert_prefill_compiles(topology, H, dtype, *, packed=False, **allowed):
+    """Nor does prefill attention copy a cache. Its temporaries are queries and outputs."""
+    sharding = one_device(topology)
+    arrays, options = shapes_of(H, dtype, sharding, B=2, S=16384, packed=packed)
+    (B, _, N, H) = arrays["q_BTNH"].shape
+    arrays["q_BTNH"] = jax.ShapeDtypeStruct((B, 600, N, H), BF16, sharding=sharding)
+    run = functools.partial(prefill_attention, **allowed, **options)
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+        lowered = jax.jit(lambda arrays: run(**arrays)).lower(arrays)
+    assert lowered.as_text().count("tpu_custom_call") == 1
+    program = lowered.compile()
+    padded = 2 * B * 1024 * N * round_up(2 * H if packed else H, 128)  # bytes
+    assert program.memory_analysis().temp_size_in_bytes < 3 * padded
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("topology, H, dtype", COMPILED)
+def test_prefill_attention_copies_neither_cache_nor_scales(topology, H, dtype):
+    assert_prefill_compiles(topology, H, dtype)
+
+
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
 @pytest.mark.parametrize(
@@ -403,15 +425,38 @@ def test_a_step_that_appends_a_token_and_attends_works_on_the_cache_in_place(H, 
     ],
     ids=str,
 )
-def test_splash_compiles_for_any_window_and_chunk(topology, allowed, packed):
+def test_prefill_attention_compiles_for_any_window_and_chunk(topology, allowed, packed):
+    assert_prefill_compiles(topology, 64 if packed else 128, BF16, packed=packed, **allowed)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("dtype", [BF16, INT8, FP8], ids=str)
+def test_prefill_attention_makes_keys_and_values_of_latents(topology, dtype):
     sharding = one_device(topology)
-    arrays, options = shapes_of(64 if packed else 128, BF16, sharding, B=2, S=16384, packed=packed)
-    (B, _, N, H), dtype = arrays["q_BTNH"].shape, arrays["q_BTNH"].dtype
-    arrays["q_BTNH"] = jax.ShapeDtypeStruct((B, 600, N, H), dtype, sharding=sharding)
-    run = functools.partial(prefill_attention, **allowed, **options)
-    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
-        program = jax.jit(lambda arrays: run(**arrays)).lower(arrays).compile()
-    assert program.as_text().count(KERNEL) == 1  # in the loop over rows
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    made_by = array((2, 640, 192), BF16), array((2, 640, 128), BF16)
+    rows, scale = array((1, 1, 16384, 640), dtype), array((1, 1, 16384), F32)
+    arrays = array((1, 600, 2, 192), BF16), rows, array((1,), jnp.int32), made_by
+    arrays += (scale,) if dtype == INT8 else ()
+
+    def run(q, rows, lengths, made_by, *scale):
+        return prefill_attention_tpu(q, rows, None, lengths, *scale, made_by=made_by, scale=0.1)
+
+    program = jax.jit(run).lower(*arrays).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 4 << 20
+
+
+@pytest.mark.parametrize("cache", [F32, INT8], ids=["f32", "int8"])
+def test_prefill_attention_reads_no_memory_that_nothing_was_copied_to(cache, capfd):
+    case = Case(40, 2, 3, 33, S=300, cache=cache, sinks=True)
+    inputs = make(case, (33, 300, 77, 0, 20, 320))
+    o, lse = prefill_attention_tpu(
+        **inputs.arrays, scale=inputs.scale, return_lse=True, interpret=STRICT
+    )
+    assert_close(o, inputs.o, **bound(case))
+    assert_lse(np.asarray(lse), inputs.lse, **bound(case))
+    assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 def test_the_compiler_is_told_what_a_full_cache_costs():

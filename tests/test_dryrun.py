@@ -289,11 +289,11 @@ def test_reading_a_prompt_fills_its_cache_in_place(topology, dtype):
 
 
 @pytest.mark.full
-def test_on_tpu_each_layer_reads_the_prompt_with_the_splash_kernel():
+def test_on_tpu_each_layer_reads_the_prompt_with_the_kernel():
     _, text = prefill_8b("v5e:2x2", jnp.bfloat16)
     calls = [line for line in text.splitlines() if KERNEL in line]
     assert len(calls) == PROMPT_LAYERS
-    assert all("splash" in line for line in calls)
+    assert all("prefill_attention" in line for line in calls)
 
 
 # bfloat16 is left out: to update such a cache, the older compiler writes it out in float32.

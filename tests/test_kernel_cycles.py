@@ -1,7 +1,7 @@
 """What tools/kernel_cycles.py counts in machine code."""
 
 from common.machines.hlo import parse
-from tools.kernel_cycles import all_bundles, count
+from tools.kernel_cycles import all_bundles, bundles_of_a_block, count
 
 # Three bundles that run once; a loop of 6 rounds, which makes 4 steps; in it one of 3 rounds.
 PROGRAM = """
@@ -44,3 +44,16 @@ def test_equal_kernels_of_a_step_count_each_and_what_has_no_code_as_it_is_estima
     for name in ("123-k.1-71", "124-f-9"):
         (tmp_path / f"{name}-final_bundles.txt").write_text(PROGRAM)
     assert all_bundles(parse(STEP), tmp_path) == 3 * count(PROGRAM) + 70
+
+
+def test_a_block_that_all_queries_see_counts_without_the_code_that_it_skips(tmp_path):
+    """The code of the kernel, as lengths between marks: what always runs has 3 and 4 bundles."""
+    lengths = {"  ": 3, "LB": 4, "PF": 20, "PF ": 100, " PF": 120, " PF ": 50}
+    lines = (
+        f"0x1 {tag.strip() if i == 0 else ''} : > {{ nothing }}"
+        for tag, n in lengths.items()
+        for i in range(n)
+    )
+    (tmp_path / "1-prefill_attention.2-3-final_bundles.txt").write_text("\n".join(lines))
+    (tmp_path / "1-fusion.2-3-final_bundles.txt").write_text(PROGRAM)
+    assert bundles_of_a_block(tmp_path) == 3 + 4 + 100

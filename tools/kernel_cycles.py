@@ -15,6 +15,7 @@ are left. What the compiler writes no code for, such as collectives, counts as X
 
 import argparse
 import importlib
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -70,6 +71,26 @@ def count(text: str) -> int:
             rounds = int(test[1]) if depth > 1 else max(1, int(test[1]) - 2)
             times[first : i + 1] = [rounds * n for n in times[first : i + 1]]
     return sum(times)
+
+
+def ask_for_code(folder: str) -> None:
+    """Makes the TPU compiler write the machine code of all that it compiles into the folder. It
+    looks at this when the first topology is made."""
+    os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+
+
+def bundles_of_a_block(folder: Path) -> int:
+    """Counts the bundles in which the kernel of prefill attention adds a block of positions that
+    all of its queries see. Of the code that branches skip, the longest part is the same with a
+    mask; then come the one that is wanted, the end of a row of blocks, and its beginning."""
+    file = max(folder.glob("*prefill_attention*[0-9]-final_bundles.txt"), key=os.path.getsize)
+    lines = map(BUNDLE.match, file.read_text(errors="replace").splitlines())
+    found = [match[1] for match in lines if match]
+    marks = [i for i, tag in enumerate(found) if tag]
+    _, block, _, _, *others = sorted(
+        (b - a for a, b in itertools.pairwise([0, *marks, len(found)])), reverse=True
+    )
+    return block + sum(others)
 
 
 def measure(store: Any, rows: int, chip: str, n_out: int, n_in: int, folder: Path) -> str:
@@ -177,8 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("--steps", nargs="*", choices=sizes, help="whole steps of these models, or all")
     args = ap.parse_args(argv)
     with TemporaryDirectory() as folder:
-        # libtpu reads this when the first topology is made.
-        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        ask_for_code(folder)
         if args.steps is not None:
             chosen = [row for row in STEPS if not args.steps or row.size in args.steps]
             return print_steps(chosen, Path(folder))

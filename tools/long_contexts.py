@@ -10,6 +10,8 @@ Compiles a few layers at their true widths for a TPU slice (see `common.machines
 the bytes that move through memory, the compiler's estimate of cycles, the bytes that collectives
 return, and the bytes of temporaries. A loop of unknown length counts once: that is what an empty
 slot takes, whose filled positions are one part. Branches do not count: an empty slot takes none.
+Kernels are not in the estimate. What a filled slot costs in the kernel of attention is counted in
+its machine code, a bundle of instructions a cycle.
 """
 
 import importlib
@@ -18,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +29,7 @@ sys.path[:0] = [str(ROOT)]
 import jax.numpy as jnp  # noqa: E402
 
 from common.cache import LATENT_PARTS  # noqa: E402
-from common.kernels.prefill_attention_tpu import PARTS  # noqa: E402
+from common.kernels.prefill_attention_tpu import block_sizes  # noqa: E402
 from common.machines.chips import chip_of, devices_of  # noqa: E402
 from common.machines.dryrun import (  # noqa: E402
     Report,
@@ -47,6 +50,7 @@ from common.machines.hlo import (  # noqa: E402
 )
 from common.quant import INT8  # noqa: E402
 from common.sharding import make_mesh, parse_mesh  # noqa: E402
+from tools.kernel_cycles import ask_for_code, bundles_of_a_block  # noqa: E402
 
 CHUNK, PROMPT, FILLED = 512, 8192, 65_536  # tokens
 CACHES = ("bfloat16", "int8", "float8_e4m3fn")
@@ -98,11 +102,9 @@ def turn(program: Program) -> Cost:
 
 
 def part_of(row: Row, capacity: int) -> int:
-    """How many positions one turn of the loop reads."""
-    if row.family in ("deepseek_r1", "kimi_k2"):
-        each = capacity // parse_mesh(row.axes).get("tensor", 1)
-        return next(n for n in LATENT_PARTS if each % n == 0)
-    return next(n for n in PARTS if capacity % n == 0)
+    """How many positions one turn of the loop over latents reads."""
+    each = capacity // parse_mesh(row.axes).get("tensor", 1)
+    return next(n for n in LATENT_PARTS if each % n == 0)
 
 
 def compiled(
@@ -190,48 +192,59 @@ def print_chunks() -> None:
             )
 
 
-def print_filled() -> None:
+def print_filled(folder: Path) -> None:
     """Prints what a chunk of a prompt costs in an empty slot, and how much more it costs with
-    FILLED positions in the slot. Kernels are not in the compiler's cycles. What their products take
-    at least, at the full speed of the chip, stands beside them. Llama 4 is left out, because three
-    quarters of its loops end after two chunks."""
-    print("| | layers | cache | empty | filled: more cycles, GB | products of attention |")
-    print("|---|---|---|---|---|---|")
+    FILLED positions in the slot, around the kernel and in it. The least that the products take, at
+    the full speed of the chip, stands beside them. Llama 4 is left out, because three quarters of
+    its layers see two chunks at most."""
+    print("| | layers | cache | empty | filled: more, around the kernel | in it | the products |")
+    print("|---|---|---|---|---|---|---|")
     for row in ROWS:
         capacity = row.capacities[1]
         if capacity < FILLED or row.family == "llama4" or not row.topology.startswith("v5e"):
             continue
         for cache in CACHES[:2]:
+            for file in folder.iterdir():
+                file.unlink()
             _, program = compiled(row, devices_of(row.topology), capacity, cache)
-            empty, turns = cost(program), FILLED / part_of(row, capacity)
-            more = Cost(0, 0, 0).plus(turn(program), turns)
+            around = turn(program).cycles * FILLED / part_of(row, capacity)
+            inside, least = attention_cycles(row, capacity, cache, folder)
             print(
                 f"| {row.size}, {row.topology}, `{row.axes}` | {row.layers} | {cache} "
-                f"| {empty.cycles / 1e6:.1f} M | {more.cycles / 1e6:.1f} M, "
-                f"{more.traffic / 1e9:.2f} | {attention_cycles(row) / 1e6:.1f} M |",
+                f"| {cycles(program) / 1e6:.1f} M | {around / 1e6:.1f} M | {inside / 1e6:.1f} M "
+                f"| {least / 1e6:.1f} M |",
                 flush=True,
             )
 
 
-def attention_cycles(row: Row) -> float:
-    """The cycles that a v5e needs at least for the products of a chunk's queries with FILLED keys
-    and values, in all layers of the row that see them. It has four units of 128 x 128."""
+def attention_cycles(row: Row, capacity: int, cache: str, folder: Path) -> tuple[float, float]:
+    """The cycles in which the kernel lets a chunk's queries see FILLED positions, in all layers of
+    the row that do, as counted in its machine code in `folder`; and the least that its products
+    need on a v5e, which has four units of 128 x 128."""
     model = importlib.import_module(f"{row.family}.model")
     config = model.config_from_hf(importlib.import_module(f"{row.family}.shapes").SHAPES[row.size])
-    heads = config.num_attention_heads / math.prod(parse_mesh(row.axes).values())
-    if "qk_nope_head_dim" in config._fields:
-        width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    else:
-        width = 2 * config.head_dim
     layers = row.layers // 2 if row.family == "gpt_oss" else row.layers
-    return 2 * CHUNK * heads * width * FILLED * layers / (2 * 4 * 128 * 128)
+    heads = config.num_attention_heads // math.prod(parse_mesh(row.axes).values())
+    if "qk_nope_head_dim" in config._fields:
+        made = config.qk_nope_head_dim + config.v_head_dim  # of a latent, for each head
+        products = CHUNK * (made + config.qk_rope_head_dim) + made * config.kv_lora_rank
+        groups = heads  # which have keys of their own
+    else:
+        products = CHUNK * 2 * config.head_dim
+        groups = max(1, heads * config.num_key_value_heads // config.num_attention_heads)
+    queries, block = block_sizes(CHUNK, heads // groups, capacity)
+    blocks = layers * groups * (CHUNK // queries) * FILLED // block
+    return blocks * bundles_of_a_block(folder), heads * products * FILLED * layers / (4 * 128 * 128)
 
 
 def main(wanted: list[str]) -> None:
-    printers = {"--slots": print_slots, "--chunks": print_chunks, "--filled": print_filled}
+    printers = {"--slots": print_slots, "--chunks": print_chunks}
     if len(wanted) == 1 and wanted[0] in printers:
-        printers[wanted[0]]()
-        return
+        return printers[wanted[0]]()
+    if wanted == ["--filled"]:
+        with TemporaryDirectory() as folder:
+            ask_for_code(folder)
+            return print_filled(Path(folder))
     rows = [row for row in ROWS if not wanted or any(name in row.size for name in wanted)]
     print(
         "| | layers | cache | capacity | traffic, GB | cycles | collectives, MB | temporaries, MB |"

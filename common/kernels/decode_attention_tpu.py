@@ -21,7 +21,7 @@ multiplied by whole rows. The matrix unit takes as long for half a row of 128 as
 Grid: the slots, one after the other on one core. If a device has two cores, the other one is idle.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -157,12 +157,11 @@ class Static(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """The positions of a block; for blocks that some query does not see entirely."""
+    """What is known of a block that some query does not see entirely."""
 
-    first: Array  # its first position
-    at: Array  # the first position copied, which is lower if the last block must end at S
-    length: Array
-    starts: list[Array]
+    at: Array  # its first position
+    length: Array  # positions from here on hold anything
+    seen: Callable[[Array, Array], Array]  # whether a query row sees a position
 
 
 def _begin(i: Array, b: Array, listed: BlockList, c: Static) -> tuple[Array, Any, Any]:
@@ -210,19 +209,22 @@ def _kernel(*refs: Any, static: Static) -> None:
         for copy in copies(i):
             copy.wait()
         stage, (first, at, _) = lax.rem(i, c.stages), _begin(i, own, listed, c)
-        attend = partial(_attend_block, q[0], [x.at[stage] for x in ring], m, total, acc, static=c)
+        block = [x.at[stage] for x in ring]
+        options: Any = dict(axes=c.axes, v_dim=c.v_dim, scale=c.scale)
+        attend = partial(attend_block, q[0], block, m, total, acc, **options)
         inside = (at == first) & (at + c.block <= length - c.T + 1)
         for s in starts:
             inside &= s <= at
+        edge = Edge(at, length, partial(_seen, first=first, length=length, starts=starts, c=c))
         pl.when(inside)(attend)
-        pl.when(jnp.logical_not(inside))(partial(attend, Edge(first, at, length, starts)))
+        pl.when(jnp.logical_not(inside))(partial(attend, edge))
 
     lax.fori_loop(listed.begin_B[own], listed.begin_B[own + 1], step, None)
     output, log_sum_exp = normalized(m[...], total[...], acc[...])
     o[0], lse[0] = output.astype(o.dtype), log_sum_exp[..., 0]
 
 
-def _attend_block(
+def attend_block(
     q_KRW: Array,
     block: list[Any],
     m: Any,
@@ -230,21 +232,24 @@ def _attend_block(
     acc: Any,
     edge: Edge | None = None,
     *,
-    static: Static,
+    axes: tuple[int, ...],
+    v_dim: int | None,
+    scale: float,
 ) -> None:
-    """Adds a block to the online softmax. Without an `edge`, every query sees the whole block."""
-    c, dtype = static, q_KRW.dtype
+    """Adds a block of the cache's arrays to the online softmax. Without an `edge`, every query sees
+    the whole block. The other arguments are those of `_kernel` and `Static`."""
+    dtype = q_KRW.dtype
     k, *rest = (x[...] for x in block)
-    k_axis = v_axis = c.axes[0]
-    if c.v_dim is None:
-        (v, *rest), v_axis = rest, c.axes[1]
+    k_axis = v_axis = axes[0]
+    if v_dim is None:
+        (v, *rest), v_axis = rest, axes[1]
     else:
-        v = k[..., : c.v_dim] if v_axis == 1 else k[:, : c.v_dim]
-    scores = _dot_by_head(q_KRW, k.astype(dtype), 3 - k_axis) * c.scale
-    if rest:
-        scores = scores * rest[0][:, None]
+        v = k[..., :v_dim] if v_axis == 1 else k[:, :v_dim]
+    scores = dot_by_head(q_KRW, k.astype(dtype), 3 - k_axis)
+    scores = scores * (rest[0] * scale)[:, None] if rest else scores * scale
     if edge:
-        scores = jnp.where(_seen(scores.shape, edge, c), scores, NEG_INF)
+        row, column = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) for axis in (1, 2))
+        scores = jnp.where(edge.seen(row, edge.at + column), scores, NEG_INF)
     m[...], total[...], keep, p = online_softmax(m[...], total[...], scores)
 
     def filled(x: Array, axis: int) -> Array:
@@ -258,21 +263,21 @@ def _attend_block(
         p = p * filled(rest[-1][:, None], 2)
     if v.dtype != jnp.int8:
         v = filled(v, v_axis)
-    acc[...] = acc[...] * keep + _dot_by_head(p.astype(dtype), v.astype(dtype), v_axis)
+    acc[...] = acc[...] * keep + dot_by_head(p.astype(dtype), v.astype(dtype), v_axis)
 
 
-def _seen(shape: tuple[int, ...], edge: Edge, c: Static) -> Array:
-    """Returns the mask [K, R, block]: which query row sees which position of the block."""
-    token = lax.div(lax.broadcasted_iota(jnp.int32, shape, 1), c.G)
-    position = edge.at + lax.broadcasted_iota(jnp.int32, shape, 2)
-    lower = jnp.full_like(token, edge.starts[0])
+def _seen(
+    row: Array, position: Array, first: Array, length: Array, starts: list[Array], c: Static
+) -> Array:
+    """Whether a query row sees a position of the block that begins at `first`."""
+    token = lax.div(row, c.G)
+    lower = jnp.full_like(token, starts[0])
     for t in range(1, c.T):
-        lower = jnp.where(token == t, edge.starts[t], lower)
-    own = edge.length - c.T + token
-    return (position >= jnp.maximum(lower, edge.first)) & (position <= own)
+        lower = jnp.where(token == t, starts[t], lower)
+    return (position >= jnp.maximum(lower, first)) & (position <= length - c.T + token)
 
 
-def _dot_by_head(x: Array, y: Array, axis: int) -> Array:
+def dot_by_head(x: Array, y: Array, axis: int) -> Array:
     """Multiplies per head, summing over the last axis of x and `axis` of y, in float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dimensions = (((2,), (axis,)), ((0,), (0,)))

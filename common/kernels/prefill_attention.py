@@ -3,10 +3,9 @@
     o[b, t, n] = sum_s softmax_s(q[b, t, n] . k[b, n // G, s] * scale) v[b, n // G, s],
     over the positions s of the cache with first_seen(p) <= s <= p = lengths[b] - T + t.
 
-On TPU this is JAX's splash attention. Elsewhere it is the blocked attention, which also takes few
-queries. Both skip the blocks above the diagonal (most of all, the empty part of the cache)
-and the blocks before a window or a chunk. So the work grows with lengths, or with the window, not
-with S.
+On TPU this is a kernel. Elsewhere it is the blocked attention, which also takes few queries. Both
+skip the blocks above the diagonal (most of all, the empty part of the cache) and the blocks before
+a window or a chunk. So the work grows with lengths, or with the window, not with S.
 """
 
 from functools import partial
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from common.kernels.attention_blocked import attention_blocked
-from common.kernels.dispatch import AUTO, Impl, Kernel, choose
+from common.kernels.dispatch import AUTO, Kernel, choose
 from common.kernels.reference import attention_reference
 from common.kernels.shapes import check_shapes, is_whole
 from common.kernels.visible import first_seen, in_two_laps
@@ -63,10 +62,9 @@ def prefill_attention(
         positions. No query may see an older one, and S is a multiple of `chunk`.
       return_lse: also return the log-sum-exp of each query's scores and its sink, float32 [B, T,
         N]; -inf if there are none. Attention over parts of the positions is merged with it.
-      implementation: an `Impl`. "auto" is splash for bf16 queries on TPU, else "blocked", because
-        splash multiplies float32 in bf16. "tpu" is splash; other platforms interpret it, for tests.
-        For splash, a cache that wraps must have a multiple of 128 places.
-        "gpu" is the same as "blocked". The last one is "reference".
+      implementation: an `Impl`. "auto" is "tpu" on TPU if the kernel takes these arrays, else
+        "blocked". With "tpu", other platforms interpret the kernel, for tests. "gpu" is the same as
+        "blocked". The last one is "reference".
 
     Returns o [B, T, N, Hv] in q's dtype, or (o, lse). A query that sees nothing gives zeros. A
     query that sees NaN, even in a scale, gives NaN; the compiled kernel does not promise this.
@@ -75,8 +73,6 @@ def prefill_attention(
     for name, n in dict(window=window, chunk=chunk).items():
         if n is not None and not (is_whole(n) and n > 0):
             raise ValueError(f"{name}={n} is not a positive number of positions")
-    if implementation == AUTO and q_BTNH.dtype != jnp.bfloat16:
-        implementation = Impl.BLOCKED
     lengths_B = jnp.maximum(lengths_B, 0)  # lengths - T must not wrap around
     T = q_BTNH.shape[1]
     starts_BT = first_seen(lengths_B[:, None] - T + jnp.arange(T), window, chunk)
@@ -89,8 +85,13 @@ def prefill_attention(
     def kernels() -> dict[str, Kernel]:
         from common.kernels import prefill_attention_tpu as tpu
 
-        on_tpu = partial(tpu.prefill_attention_tpu, **options, window=window, chunk=chunk)
-        return dict(tpu=Kernel("tpu", on_tpu, tpu.unsupported(k_BKSH.shape[2], wraps)))
+        def on_tpu(
+            q: Array, k: Array, v: Array, n: Array, _: Array, *arrays: Any, **how: Any
+        ) -> Any:
+            how |= dict(options, window=window, chunk=chunk)
+            return tpu.prefill_attention_tpu(q, k, v, n, *arrays, **how)
+
+        return dict(tpu=Kernel("tpu", on_tpu, tpu.unsupported(q_BTNH, k_BKSH, wraps)))
 
     attend = choose(implementation, plain, kernels)
     arrays = (k_scale_BKS, v_scale_BKS, sinks_N)

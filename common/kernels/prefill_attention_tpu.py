@@ -1,43 +1,99 @@
-"""Prefill attention on TPU, by JAX's splash attention.
+"""Prefill attention on TPU: blocks of queries against the filled part of the cache, in Pallas.
 
-Splash is made for masks that are known at compile time. Here the mask depends on how much of the
-prompt is cached. But splash reads its mask from arrays: the position of each query and, for each
-block of scores, whether to compute it and which keys to fetch. These arrays are computed from
-`lengths`, so blocks that no query sees are neither fetched nor computed.
+Grid: the rows of the batch, the cache heads, blocks of queries, and the blocks of positions that
+some query of such a block sees. The last number is only known when the program runs, so the time
+grows with what is filled, and not with the capacity. The cache is read as it is stored: a block of
+it is copied to the chip, once for the G heads of a block of queries that share it, and widened
+there. Blocks that no query sees are neither copied nor computed.
 
-Splash multiplies whole blocks, and 0 * NaN is NaN, so stale values are first set to zero; and it
-takes no int8. Both need a copy. So that a copy does not grow with S, a long cache is read in parts,
-as far as it is filled, and the results are merged by their log-sum-exps. With chunks, a part lies
-in one of them, and the parts before the first chunk are left out. With a window, all is copied at
-once: such caches are short. The rows run one after the other, because the splash kernel has no
-batch axis; prefill has few (one per `data` shard).
+Latents: with `made_by`, a row of the cache is no key, but makes a key and a value for each head.
+The kernel multiplies a block of rows by the two matrices of a head, and goes on with the products.
+
+One step of the softmax, the order of the cache's axes and the treatment of shared rows are those of
+the kernel for few queries.
 """
 
-import math
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from common.kernels.shapes import value_width
-from common.kernels.softmax import attend_in_parts
+from common.kernels.decode_attention_tpu import (
+    CACHE_DTYPES,
+    LANES,
+    Edge,
+    attend_block,
+    dot_by_head,
+    positions_last,
+)
+from common.kernels.shapes import heads_of_rows, rows_by_head, value_width
+from common.kernels.softmax import NEG_INF, normalized
+from common.kernels.varying import vary_like
 from common.kernels.visible import first_seen
 
 Array = jax.Array
 
-LANES = 128
-QUERY_BLOCK = 512  # 512 * 512 float32 scores are 1 MiB; a v5e has 16 MiB of VMEM
-KEY_BLOCKS = (512, 256, 128)  # splash takes multiples of 128
-PARTS = (2048, 1024, 512)  # positions that are copied at once
+ROWS = 1024  # of queries in a block
+BLOCK = 1024  # positions: 1024 * 1024 float32 scores are 4 MiB
+QUERIES = 16  # a multiple of this; bf16 is stored in tiles of 16 rows
+VMEM_LIMIT = 48 << 20  # for a few copies of the scores, and two of all blocks
 
 
-def unsupported(S: int, wraps: bool = False) -> str | None:
-    """Says in one sentence why splash does not take a cache of S positions; None if it does."""
-    if wraps and S % LANES:
-        return f"splash takes a cache that wraps if it has a multiple of {LANES} places, not {S}"
+class Static(NamedTuple):
+    """The numbers that a kernel is compiled for, besides the shapes of its arrays."""
+
+    T: int
+    G: int
+    end: int  # no position is at or past this one
+    queries: int  # in a block
+    block: int  # positions in a block
+    axes: tuple[int, ...]  # the axis of the positions in each cache array of one row
+    v_dim: int | None
+    scale: float
+    window: int | None
+    chunk: int | None
+
+
+def block_sizes(T: int, G: int, S: int, wraps: bool = False) -> tuple[int, int]:
+    """Returns how many queries are in a block, and how many positions. In a cache that wraps, the
+    blocks of positions divide S."""
+    queries = min(-(-T // QUERIES), max(ROWS // G // QUERIES, 1)) * QUERIES
+    block = min(S, BLOCK)
+    if wraps:
+        block = next(n for n in range(block // LANES * LANES, 0, -LANES) if S % n == 0)
+    return queries, block
+
+
+class Seen(NamedTuple):
+    """Which blocks of positions some query of a block of queries sees."""
+
+    first_BJ: Array  # int32: the first one
+    count_BJ: Array  # int32: how many, from the first one on
+
+
+def seen_blocks(lengths_B: Array, c: Static) -> Seen:
+    begin_J = jnp.arange(0, c.T, c.queries)
+    begin_BJ = lengths_B[:, None] - c.T + begin_J  # the position of the first query
+    newest_BJ = jnp.minimum(begin_BJ + c.queries, jnp.minimum(lengths_B, c.end)[:, None]) - 1
+    oldest_BJ = first_seen(begin_BJ, c.window, c.chunk)
+    some_BJ, first_BJ = oldest_BJ <= newest_BJ, oldest_BJ // c.block
+    count_BJ = jnp.where(some_BJ, newest_BJ // c.block - first_BJ + 1, 0)
+    return Seen(jnp.where(some_BJ, first_BJ, 0), count_BJ)
+
+
+def unsupported(q: Any, k: Any, wraps: bool = False) -> str | None:
+    """Says in one sentence why the kernel does not take these arrays (or shapes); None if it
+    does."""
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"the TPU kernel takes queries in float32 or bfloat16, not {q.dtype}"
+    if k.dtype not in CACHE_DTYPES:
+        return f"the TPU kernel takes a cache in {', '.join(CACHE_DTYPES)}, not {k.dtype}"
+    if wraps and (S := k.shape[2]) % LANES:
+        return f"the TPU kernel takes a cache that wraps with a multiple of 128 places, not {S}"
     return None
 
 
@@ -46,10 +102,10 @@ def prefill_attention_tpu(
     k_BKSH: Array,
     v_BKSH: Array | None,
     lengths_B: Array,
-    starts_BT: Array,
     k_scale_BKS: Array | None = None,
     v_scale_BKS: Array | None = None,
     sinks_N: Array | None = None,
+    made_by: tuple[Array, Array] | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -57,153 +113,134 @@ def prefill_attention_tpu(
     v_dim: int | None = None,
     wraps: bool = False,
     return_lse: bool = False,
-    interpret: bool = False,
+    interpret: Any = False,
 ) -> Any:
-    """Computes `prefill_attention`. Shared rows are used whole as keys; q is padded to [0 | q].
-    With `wraps`, lengths are below 2 * S, and position p is in place p % S."""
-    T, S = q_BTNH.shape[1], k_BKSH.shape[2]
-    size = math.gcd(S, chunk or S)
-    part = S if window is not None else next((n for n in PARTS if size % n == 0), S)
-    whole, laps = part == S, 2 if wraps else 1
-    options: Any = dict(window=window, chunk=chunk) if whole else dict(window=None, chunk=None)
-    options |= dict(scale=scale, v_dim=v_dim, wraps=wraps and whole, interpret=interpret)
-    attend_to: Any = partial(_attend, **options)
-
-    def attend(i: Array | int, sinks_N: Array | None = None) -> tuple[Array, Array]:
-        def cut(x: Array | None) -> Array | None:
-            at = lax.rem(i, S // part) * part
-            return None if x is None else lax.dynamic_slice_in_dim(x, at, part, axis=2)
-
-        k, v, *scales = map(cut, (k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS))
-        position_BT = lengths_B[:, None] - T + jnp.arange(T) - i * part
-        # A part lies in one chunk: a query sees nothing of it, or what precedes the query.
-        seen_BT = (position_BT >= 0) & (starts_BT < laps * S if whole else starts_BT <= i * part)
-        position_BT = position_BT if whole else jnp.where(seen_BT, position_BT, -1)
-        lengths = lengths_B - i * part
-        return attend_to(q_BTNH, k, v, *scales, lengths, position_BT, seen_BT, sinks_N)
-
-    if whole:
-        o, lse = attend(0, sinks_N)
-    else:
-        first = lax.div(starts_BT.min(), part)
-        end = jnp.minimum(lax.div(lengths_B.max() + part - 1, part), laps * S // part)
-        o, lse = attend_in_parts(attend, first, end, sinks_N)
-    return (o, lse) if return_lse else o
-
-
-def _attend(
-    q_BTNH: Array,
-    k_BKSH: Array,
-    v_BKSH: Array | None,
-    k_scale_BKS: Array | None,
-    v_scale_BKS: Array | None,
-    lengths_B: Array,
-    position_BT: Array,
-    seen_BT: Array,
-    sinks_N: Array | None,
-    *,
-    scale: float,
-    window: int | None,
-    chunk: int | None,
-    v_dim: int | None,
-    wraps: bool,
-    interpret: bool,
-) -> tuple[Array, Array]:
-    """Attends to all S positions that it is given. seen_BT: whether a query sees any. Returns o and
-    its log-sum-exp."""
-    (_, T, _, H), (S, W) = q_BTNH.shape, k_BKSH.shape[2:]
-    filled_BS = jnp.arange(S) < lengths_B[:, None]
-    if v_BKSH is None:
-        v_BKSH = k_BKSH[..., : value_width(None, v_dim)]
-        v_scale_BKS = k_scale_BKS if v_scale_BKS is None else v_scale_BKS
-
-    def dense(x: Array, scale_BKS: Array | None) -> Array:
-        return (x if scale_BKS is None else x * scale_BKS[..., None]).astype(q_BTNH.dtype)
-
-    k = dense(k_BKSH, k_scale_BKS)
-    v = jnp.where(filled_BS[:, None, :, None], dense(v_BKSH, v_scale_BKS), 0)
-    q = (q_BTNH.astype(jnp.float32) * scale).astype(q_BTNH.dtype).swapaxes(1, 2)
-    bq = min(QUERY_BLOCK, -(-T // 16) * 16)  # bf16 tiles have 16 rows
-    bs = next((b for b in KEY_BLOCKS if S % b == 0), KEY_BLOCKS[-1])
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, -T % bq), (W - H, 0)))
-    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, -S % bs), (0, 0))) for x in (k, v))
-    padded_BT = jnp.pad(position_BT, ((0, 0), (0, -T % bq)), mode="edge")
-    first = partial(first_seen, window=window, chunk=chunk)
-    reach = min(x for x in (window, chunk, S) if x is not None)  # positions that a query sees
-    row = partial(_row, first=first, reach=reach, sinks_N=sinks_N, wraps=wraps, interpret=interpret)
-    o_BNTH, lse_BNT = lax.map(lambda xs: row(*xs, S=S, bq=bq, bs=bs), (q, k, v, padded_BT))
-    seen_BT1 = seen_BT[..., None]
-    o_BTNH, lse_BTN = (x.swapaxes(1, 2)[:, :T] for x in (o_BNTH, lse_BNT))
-    nothing = -jnp.inf if sinks_N is None else sinks_N  # the log-sum-exp of a query that sees none
-    return jnp.where(seen_BT1[..., None], o_BTNH, 0), jnp.where(seen_BT1, lse_BTN, nothing)
-
-
-def _blocks_of_keys(
-    position_T: Array, first: Callable[[Array], Array], reach: int, end: int, bq: int, bs: int
-) -> tuple[Array, Array]:
-    """Returns, for each block of bq queries, the blocks of bs keys in the order of reading, and
-    whether some query sees each. An unseen one names the last seen block, so nothing is fetched."""
-    first_q = first(position_T[::bq, None]) // bs
-    last_q = jnp.minimum(position_T.reshape(-1, bq).max(1)[:, None], end - 1) // bs
-    most = min(-(-end // bs), -(-(bq + reach - 2) // bs) + 1)
-    block = first_q + jnp.arange(most)
-    return jnp.minimum(block, jnp.maximum(last_q, 0)), block <= last_q
-
-
-def _row(
-    q_NTH: Array,
-    k_KSH: Array,
-    v_KSH: Array,
-    position_T: Array,
-    *,
-    first: Callable[[Array], Array],
-    reach: int,
-    S: int,
-    bq: int,
-    bs: int,
-    sinks_N: Array | None,
-    wraps: bool,
-    interpret: bool,
-) -> tuple[Array, Array]:
-    """Attends for one row: o [N, T, Hv] and its log-sum-exp [N, T]. T and the padded S are
-    multiples of the block sizes. position_T never decreases, but may end in -1, which sees
-    nothing."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
-
+    """Computes `prefill_attention`. With `wraps`, lengths are below 2 * S, and position p is in
+    place p % S. With `made_by`, two matrices [N, W, H] and [N, W, Hv] make the keys and values of
+    each head of the one row [W] that is cached for a position."""
+    (T, N, H), (K, S, W) = q_BTNH.shape[1:], k_BKSH.shape[1:]
+    K = N if made_by else K
+    G = N // K
+    queries, block = block_sizes(T, G, S, wraps)
+    rows = [x for x in (k_BKSH, v_BKSH) if x is not None]
+    scales = [x for x in (k_scale_BKS, v_scale_BKS) if x is not None]
+    turned = [not made_by and positions_last(S, x.shape[3]) for x in rows]
+    axes = [2 if x else 1 for x in turned] + [1 for _ in scales]
+    caches = [x.swapaxes(2, 3) if a == 2 else x for x, a in zip(rows, axes, strict=False)]
     end = 2 * S if wraps else S
-    block, is_seen = _blocks_of_keys(position_T, first, reach, end, bq, bs)
-    # The mask is that of both laps. So a block is read once, even if a query sees both ends of it.
-    blocks = -(-S // bs)
-    block, is_seen = lax.rem(block[:, :blocks], blocks), is_seen[:, :blocks]
-    mask = MaskInfo(
-        data_next=block[None].astype(jnp.int32),
-        mask_next=None,
-        block_mask=is_seen[None].astype(jnp.int32),
-        partial_mask_blocks=None,
-        q_sequence=position_T,  # type: ignore[arg-type]  # here it is traced
-    )
+    c = Static(T, G, end, queries, block, tuple(axes), v_dim, scale, window, chunk)
+    q_BTNW = jnp.pad(q_BTNH, ((0, 0), (0, -T % queries), (0, 0), (0 if made_by else W - H, 0)))
+    sinks_N = jnp.full(N, NEG_INF) if sinks_N is None else sinks_N.astype(jnp.float32)
+    sink_KR1 = jnp.tile(sinks_N.reshape(K, G), (1, queries))[..., None]
+    scalars = tuple(x.astype(jnp.int32) for x in (*seen_blocks(lengths_B, c), lengths_B))
+    Hv = made_by[1].shape[2] if made_by else value_width(v_BKSH, v_dim)
+    arrays = (rows_by_head(q_BTNW, K), sink_KR1, *(made_by or ()))
+    o, lse = _call(scalars, arrays, caches + scales, Hv, S, c, interpret)
+    o, lse = (heads_of_rows(x, q_BTNW.shape[1])[:, :T] for x in (o, lse[:, :, 0, :, None]))
+    return (o, lse[..., 0]) if return_lse else o
 
-    def seen(q: Array, k: Array) -> Array:
-        """The mask [bq, bs] of positions q and k. All lanes of q are equal, so 128 are enough."""
-        q, repeats = q[:, :LANES], (1, k.shape[1] // LANES)
-        low, high = (jnp.tile(x, repeats) for x in (first(q), jnp.minimum(q, end - 1)))
-        seen = (k >= low) & (k <= high)
-        return seen | (k + S >= low) & (k + S <= high) if wraps else seen
 
-    attend = splash.SplashAttentionKernel(
-        mask,
-        None,
-        None,
-        block_sizes=splash.BlockSizes(block_q=bq, block_kv=bs),
-        is_mqa=False,
-        save_residuals=True,
-        mask_value=splash.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=None,
-        residual_checkpoint_name=None,
-        mask_function=seen,
+def _kernel(*refs: Any, static: Static) -> None:
+    """Adds a block of positions to what a block of queries of one head sees. Inputs: `Seen` and
+    lengths [B]; q [1, 1, R, H], sink [1, R, 1] and, with `made_by`, [1, W, H] and [1, W, Hv];
+    blocks of the cache's rows, in the order in memory, and of the scales of all its heads [1, K,
+    block]. Outputs: o [1, 1, R, Hv] and lse [1, 1, 1, R]. Scratch, in float32: m and total [1, R,
+    1], acc [1, R, Hv]."""
+    c, n = static, len(static.axes)
+    seen, (length_B, q, sink, *made_by) = Seen(*refs[:2]), refs[2 : -n - 5]
+    caches, (o, lse, m, total, acc) = refs[-n - 5 : -5], refs[-5:]
+    b, head, j, i = (pl.program_id(axis) for axis in range(4))
+
+    @pl.when(i == 0)
+    def _() -> None:
+        m[...] = sink[...]
+        total[...] = jnp.where(sink[...] > NEG_INF, 1.0, 0.0)
+        acc[...] = jnp.zeros_like(acc)
+
+    at, length = (seen.first_BJ[b, j] + i) * c.block, jnp.minimum(length_B[b], c.end)
+    begin = length_B[b] - c.T + j * c.queries  # the position of the first query
+    first = partial(first_seen, window=c.window, chunk=c.chunk)
+
+    def sees(row: Array, position: Array) -> Array:
+        own = begin + lax.div(row, c.G)
+        return (position >= first(own)) & (position <= own) & (position < length)
+
+    def attend(edge: Edge | None = None) -> None:
+        own = 0 if made_by else head
+        block = [x[0, pl.ds(own, 1)] if len(x.shape) == 3 else x[0] for x in caches]
+        if made_by:
+            row, *rest = block
+            block = [dot_by_head(row.astype(q.dtype), w[...], 1).astype(q.dtype) for w in made_by]
+            block += rest
+        axes = (1, 1) if made_by else c.axes
+        options: Any = dict(axes=axes, v_dim=c.v_dim, scale=c.scale)
+        attend_block(q[0], block, m, total, acc, edge, **options)
+
+    # The first query sees the last position of the block, and the last query the first one.
+    inside = (at + c.block <= jnp.minimum(begin + 1, length)) & (first(begin + c.queries - 1) <= at)
+    there = i < seen.count_BJ[b, j]
+    pl.when(there & inside)(attend)
+    pl.when(there & jnp.logical_not(inside))(partial(attend, Edge(at, length, sees)))
+
+    @pl.when(i == pl.num_programs(3) - 1)
+    def _() -> None:
+        output, log_sum_exp = normalized(m[...], total[...], acc[...])
+        o[0], lse[0, 0] = output.astype(o.dtype), log_sum_exp[..., 0]
+
+
+def _call(
+    scalars: tuple[Array, ...],
+    arrays: tuple[Array, ...],
+    caches: list[Array],
+    Hv: int,
+    S: int,
+    static: Static,
+    interpret: Any,
+) -> Any:
+    q_BKRW, *others = arrays
+    (B, K, all_rows, W), R, c = q_BKRW.shape, others[0].shape[1], static
+    shared = caches[0].shape[1] < K  # by all heads
+    if not interpret:  # otherwise the compiler copies the whole cache into VMEM first, if it fits
+        caches = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in caches]
+    q_BKRW = vary_like(q_BKRW, *scalars, *others, *caches)
+    out = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q_BKRW).manual_axis_type)
+
+    def queries(b: Array, k: Array, j: Array, i: Array, *_: Any) -> Any:
+        return b, k, j, 0
+
+    def positions(x: Array, axis: int) -> pl.BlockSpec:
+        def place(b: Array, k: Array, j: Array, i: Array, first: Any, count: Any, _: Any) -> Any:
+            at = first[b, j] + jnp.minimum(i, jnp.maximum(count[b, j] - 1, 0))
+            at = lax.rem(at, -(-S // c.block))
+            own = 0 if shared or x.ndim == 3 else k
+            return (b, own, at, 0)[: x.ndim] if axis == 1 else (b, own, 0, at)
+
+        _, heads, *rest = x.shape
+        rest[axis - 1] = c.block
+        return pl.BlockSpec((1, heads if x.ndim == 3 else 1, *rest), place)
+
+    steps = jnp.maximum(scalars[1].max(), 1)
+    return pl.pallas_call(
+        partial(_kernel, static=c),
+        out_shape=(out((B, K, all_rows, Hv), q_BKRW.dtype), out((B, K, 1, all_rows), jnp.float32)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(B, K, all_rows // R, steps),
+            in_specs=[
+                pl.BlockSpec((1, 1, R, W), queries),
+                *(pl.BlockSpec((1, *x.shape[1:]), lambda b, k, *_: (k, 0, 0)) for x in others),
+                *(positions(x, axis) for x, axis in zip(caches, c.axes, strict=True)),
+            ],
+            out_specs=(
+                pl.BlockSpec((1, 1, R, Hv), queries),
+                pl.BlockSpec((1, 1, 1, R), lambda b, k, j, *_: (b, k, 0, j)),
+            ),
+            scratch_shapes=[pltpu.VMEM((1, R, width), jnp.float32) for width in (1, 1, Hv)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_LIMIT,
+        ),
         interpret=interpret,
-    )
-    result: Any = attend(q_NTH, k_KSH, v_KSH, None, sinks_N)
-    o_NTH, (lse_NT,) = result
-    return o_NTH, lse_NT
+        name="prefill_attention",
+    )(*scalars, q_BKRW, *others, *caches)

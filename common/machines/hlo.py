@@ -44,6 +44,7 @@ TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 COLLECTIVES = ["all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute"]
 CONTROL = ("while", "conditional", "call", "async-start")  # these run other computations
+READS_WHAT_IS_FILLED = "prefill_attention"  # the name of this kernel
 VIEWS = ("bitcast", "tuple", "get-tuple-element", "parameter", "constant", "opt-barrier")
 SLICES = ("dynamic-slice", "slice", "gather")  # these read only what they return
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place; these write only this operand
@@ -158,9 +159,10 @@ def traffic(program: Program) -> int:
 
     Operands and results count if they lie in main memory. For slices and updates in place, only the
     part that they touch counts. A prefetch into on-chip memory counts where it is made. A kernel
-    counts as reading all of its operands. Branches do not count. XLA's own "bytes accessed" is
-    several times larger on TPU: it also counts on-chip memory, and it counts the whole array for
-    each piece of a prefetch.
+    counts as reading all of its operands, but prefill attention counts as reading none: it reads
+    what is filled of the cache, and that is not known here. Branches do not count. XLA's own "bytes
+    accessed" is several times larger on TPU: it also counts on-chip memory, and it counts the whole
+    array for each piece of a prefetch.
     """
     return sum(
         times * sum(moved(program, computation, op))
@@ -180,9 +182,9 @@ def moved(program: Program, computation: dict[str, Op], op: Op) -> tuple[int, in
         source, target = (second, first) if op.kind == "copy-start" else (first, second)
         size = min(source[1], target[1])
         return size * source[2], size * target[2]
-    read = 0
+    read, reads = 0, not op.name.startswith(READS_WHAT_IS_FILLED)
     for i, name in enumerate(op.operands):
-        if name in computation:
+        if name in computation and reads:
             full = sum(n for _, n, main in arrays(computation[name].type) if main)
             read += full and _read(program, computation, op, i, full)
     inner = [program.computations[c] for c in called(op).get("calls", [])]
