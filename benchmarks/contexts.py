@@ -13,6 +13,7 @@ import argparse
 import importlib
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from common.serving.load import Model, open_model, read_weights
 from common.serving.session import PROMPT_CHUNK, init_state
+from common.sharding import DATA
 
 CAPACITIES = (2048, 65_536)
 PROMPT = 32_768  # tokens
@@ -28,9 +30,11 @@ ROUNDS = 9
 
 
 def chunk_seconds(model: Model, state: Any) -> tuple[float, Any]:
-    """Reads the next chunk of a slot. Returns the seconds, and the state after it."""
-    tokens = np.random.default_rng(0).integers(1, 1000, (1, PROMPT_CHUNK), np.int32)
-    count = np.full(1, PROMPT_CHUNK, np.int32)
+    """Reads the next chunk of a slot, on each shard of the data. Returns the seconds, and the state
+    after it."""
+    rows, vocab = len(state.length_B), model.config.vocab_size
+    tokens = np.random.default_rng(0).integers(1, vocab, (rows, PROMPT_CHUNK), np.int32)
+    count = np.full(rows, PROMPT_CHUNK, np.int32)
     began = time.perf_counter()
     static: Any = dict(config=model.config, mesh=model.mesh)
     state = model.module.prefill(model.weights, state, tokens, count, **static)
@@ -39,7 +43,8 @@ def chunk_seconds(model: Model, state: Any) -> tuple[float, Any]:
 
 
 def empty(model: Model, capacity: int) -> Any:
-    shape: Any = dict(slots=1, capacity=capacity, dtype=model.dtype, mesh=model.mesh)
+    slots = model.mesh.shape[DATA]
+    shape: Any = dict(slots=slots, capacity=capacity, dtype=model.dtype, mesh=model.mesh)
     return init_state(model.module, model.config, **shape)
 
 
@@ -95,12 +100,12 @@ line, polyline {{ stroke: #59636e; fill: none }}
 """
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("family")
     parser.add_argument("shape", help="a published size, a config.json or a directory with one")
     parser.add_argument("--plot", type=Path, help="the SVG file to write")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     module = importlib.import_module(f"{args.family}.model")
     model = read_weights(open_model(module, args.shape, dtype="float32", random=True))
     times = first_chunks(model)

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import pytest
 from engine import ENVIRONMENT
 
-from benchmarks import gpu
+from benchmarks import contexts, gpu
 from benchmarks.folio import multiply_all
 from benchmarks.worker import rows_of_experts
+from common.cache import capacity_of
 from common.machines.bandwidth import experts_read, step_bytes
 from common.serving.load import load
 
@@ -58,6 +59,33 @@ def test_generation_is_measured_at_every_point_and_against_the_floor(tmp_path):
         assert ("of_floor" in measured) == name.startswith("decode")
     rounds = result["rounds"]["decode, batch 2"]["folio"]
     assert len(rounds) == 2 and all(len(r["tokens"]) == 4 + 2 for r in rounds)
+
+
+@pytest.mark.full
+def test_chunks_are_timed_by_the_room_of_a_slot_and_by_what_was_read_before(
+    tmp_path, monkeypatch, capsys
+):
+    read, lengths = contexts.chunk_seconds, []
+
+    def chunk_seconds(model, state):
+        lengths.append((capacity_of(state.cache), int(state.length_B[0])))
+        return read(model, state)
+
+    monkeypatch.setattr(contexts, "chunk_seconds", chunk_seconds)
+    for name, value in dict(CAPACITIES=(1024, 2048), PROMPT=1536, ROUNDS=1).items():
+        monkeypatch.setattr(contexts, name, value)
+    contexts.main(["llama3", "llama3/embedded", "--plot", str(tmp_path / "chunks.svg")])
+    # Empty slots in turns, of which the first round compiles; then one that fills.
+    assert lengths == [(1024, 0), (2048, 0)] * 2 + [(2048, n) for n in (0, 0, 512, 1024)]
+    printed = capsys.readouterr().out
+    assert re.search(r"of 1,024: [\d.]+ s\n.* of 2,048: [\d.]+ s\nratio [\d.]+\n", printed)
+    assert (tmp_path / "chunks.svg").read_text().count("<circle") == 3
+
+
+def test_the_line_through_the_seconds_of_chunks_is_the_one_that_fits_best():
+    drawn = contexts.picture([1.0, 2.0, 3.0], "model")
+    dots = re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', drawn)
+    assert f'points="{",".join(dots[0])} {",".join(dots[2])}"' in drawn
 
 
 @pytest.mark.full
