@@ -415,6 +415,7 @@ PREFILL_CASES = {  # lengths: full, ragged, empty, shorter than T, and past the 
     ),
     # Two blocks of positions on TPU, of which slots fill none, one or both.
     Case(40, 2, 2, 33, S=1536, sinks=True): (33, 1536, 1000, 0, 512, 520, 1600),
+    Case(128, 2, 2, 33, S=1100, cache=INT8): (1100, 1120, 2300, 1024, 1030, 5),
     Case(64, 2, 2, 33, S=1536, cache=INT8): (33, 1025, 1024, 0, 20, 700),
     Case(40, 2, 3, 33, S=150, starts="chunk"): (33, 150, 77, 0, 20, 160, 190),
     Case(64, 1, 4, 600, S=700, starts="window and chunk", sinks=True): (600, 700, 0, 450, 740),
