@@ -40,7 +40,7 @@ Array = jax.Array
 ROWS = 1024  # of queries in a block
 BLOCK = 1024  # positions: 1024 * 1024 float32 scores are 4 MiB
 QUERIES = 16  # a multiple of this; bf16 is stored in tiles of 16 rows
-VMEM_LIMIT = 48 << 20  # for a few copies of the scores, and two of all blocks
+VMEM_LIMIT = 12 << 20  # for each byte of a query's number: blocks, and a few copies of the scores
 
 
 class Static(NamedTuple):
@@ -239,7 +239,7 @@ def _call(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT,
+            vmem_limit_bytes=VMEM_LIMIT * q_BKRW.dtype.itemsize,
         ),
         interpret=interpret,
         name="prefill_attention",
