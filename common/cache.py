@@ -324,58 +324,61 @@ def attend_expanded(
     of the rows of P positions, by a product with a matrix each.
 
     They are made of a part of the positions at a time, up to the end of the longest slot: so the
-    cost grows with what is filled, and not with the capacity. On TPU the kernel makes those of a
+    cost grows with what is filled, and not with the capacity. On TPU, the kernel makes those of a
     block, of the rows as they are stored. The reference makes all at once, because a loop of
     unknown length has no gradient.
     """
-    S, devices = cache.rows.shape[2], lax.axis_size(TENSOR)
-    size = next((n for n in LATENT_PARTS if S % n == 0), S)
 
-    def at_once(q_BTNH: Array) -> Array:
-        parts = [widened_rows(*latent_rows(cache, i * S, S), q_BTNH.dtype) for i in range(devices)]
-        k_BNSH, v_BNSJ = expand(jnp.concatenate(parts, axis=2)[:, 0])
-        reference = partial(prefill_attention, implementation=Impl.REFERENCE)
-        o: Array = reference(q_BTNH, k_BNSH, v_BNSJ, end_B, scale=scale)
+    def expanded(name: Impl, rows: Array, k_scale: Array | None, end_B: Array) -> Any:
+        rows = rows if k_scale is None else rows * k_scale[..., None]
+        k_BNPH, v_BNPJ = expand(rows[:, 0].astype(q_BTNH.dtype))
+        options: Any = dict(scale=scale, implementation=name, return_lse=True)
+        return prefill_attention(q_BTNH, k_BNPH, v_BNPJ, end_B, **options)
+
+    def at_once() -> Array:
+        gather = partial(lax.all_gather, axis_name=TENSOR, axis=2, tiled=True)
+        k_scale = None if cache.k_scale is None else gather(cache.k_scale)
+        o: Array = expanded(Impl.REFERENCE, gather(cache.rows), k_scale, end_B)[0]
         return o
-
-    def in_parts(attend: Callable[..., Any]) -> Array:
-        def attend_part(i: Array) -> tuple[Array, Array]:
-            rows, k_scale = latent_rows(cache, i * size, size)
-            return attend(rows, k_scale, end_B - i * size)
-
-        end = jnp.clip(end_B.max(), 0, S * devices)
-        return attend_in_parts(attend_part, 0, (end + size - 1) // size)[0]
-
-    def blocked(q_BTNH: Array) -> Array:
-        def attend(rows: Array, k_scale: Array | None, end_B: Array) -> Any:
-            keys_and_values = expand(widened_rows(rows, k_scale, q_BTNH.dtype)[:, 0])
-            options: Any = dict(return_lse=True, implementation=Impl.BLOCKED)
-            return prefill_attention(q_BTNH, *keys_and_values, end_B, scale=scale, **options)
-
-        return in_parts(attend)
 
     def kernels() -> dict[str, Kernel]:
         from common.kernels.prefill_attention_tpu import prefill_attention_tpu, unsupported
 
-        def on_tpu(q_BTNH: Array, interpret: bool = False) -> Array:
+        def on_tpu(interpret: bool = False) -> Array:
             # Of the rows of the unit matrix, the matrices themselves are made.
             unit = jnp.eye(cache.rows.shape[3], dtype=q_BTNH.dtype)
             k_1NWH, v_1NWJ = expand(unit[None])
-            made_by = k_1NWH[0], v_1NWJ[0]
-            kernel = partial(prefill_attention_tpu, scale=scale, interpret=interpret)
+            options: Any = dict(made_by=(k_1NWH[0], v_1NWJ[0]), scale=scale, interpret=interpret)
 
             def attend(rows: Array, k_scale: Array | None, end_B: Array) -> Any:
-                end_B = jnp.maximum(end_B, 0)
-                return kernel(q_BTNH, rows, None, end_B, k_scale, made_by=made_by, return_lse=True)
+                arrays = (q_BTNH, rows, None, jnp.maximum(end_B, 0), k_scale)
+                return prefill_attention_tpu(*arrays, return_lse=True, **options)
 
-            whole = devices == 1
-            return attend(cache.rows, cache.k_scale, end_B)[0] if whole else in_parts(attend)
+            if lax.axis_size(TENSOR) == 1:
+                return attend(cache.rows, cache.k_scale, end_B)[0]
+            return in_latent_parts(attend, cache, end_B)
 
         return dict(tpu=Kernel("tpu", on_tpu, unsupported(q_BTNH, cache.rows)))
 
-    plain = dict(reference=at_once, blocked=blocked, gpu=blocked)
-    o_BTNJ: Array = choose(implementation, plain, kernels)(q_BTNH)
+    blocked = partial(in_latent_parts, partial(expanded, Impl.BLOCKED), cache, end_B)
+    plain: Any = dict(reference=at_once, blocked=blocked, gpu=blocked)
+    o_BTNJ: Array = choose(implementation, plain, kernels)()
     return o_BTNJ
+
+
+def in_latent_parts(attend: Callable[..., Any], cache: RowCache, end_B: Array) -> Array:
+    """Attention over a latent cache, part by part, up to the end of the longest slot. attend(rows,
+    k_scale, end_B) returns o and its log-sum-exp for a part, as if it were the whole cache."""
+    S, devices = cache.rows.shape[2], lax.axis_size(TENSOR)
+    size = next((n for n in LATENT_PARTS if S % n == 0), S)
+
+    def attend_part(i: Array) -> tuple[Array, Array]:
+        rows, k_scale = latent_rows(cache, i * size, size)
+        o, lse = attend(rows, k_scale, end_B - i * size)
+        return o, lse
+
+    end = jnp.clip(end_B.max(), 0, S * devices)
+    return attend_in_parts(attend_part, 0, (end + size - 1) // size)[0]
 
 
 def latent_rows(cache: RowCache, first: ArrayLike, size: int) -> tuple[Array, Array | None]:
@@ -390,10 +393,6 @@ def latent_rows(cache: RowCache, first: ArrayLike, size: int) -> tuple[Array, Ar
         return lax.psum(jnp.where((at >= 0) & (at < S), x, 0), TENSOR)  # zeros elsewhere -> all
 
     return read(cache.rows), None if cache.k_scale is None else read(cache.k_scale)
-
-
-def widened_rows(rows: Array, k_scale: Array | None, dtype: DTypeLike) -> Array:
-    return (rows if k_scale is None else rows * k_scale[..., None]).astype(dtype)
 
 
 def whole_parts(capacity: int, devices: int = 1) -> int:
