@@ -378,7 +378,7 @@ def in_latent_parts(attend: Callable[..., Any], cache: RowCache, end_B: Array) -
         return o, lse
 
     end = jnp.clip(end_B.max(), 0, S * devices)
-    return attend_in_parts(attend_part, 0, (end + size - 1) // size)[0]
+    return attend_in_parts(attend_part, (end + size - 1) // size)[0]
 
 
 def latent_rows(cache: RowCache, first: ArrayLike, size: int) -> tuple[Array, Array | None]:

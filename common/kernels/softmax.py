@@ -6,7 +6,6 @@ exp(m_old - m_new).
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,17 +77,12 @@ def merge_parts(o: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def attend_in_parts(
-    attend: Callable[[Array], tuple[Array, Array]],
-    first: ArrayLike,
-    end: ArrayLike,
-    sinks_N: Array | None = None,
+    attend: Callable[[Array], tuple[Array, Array]], parts: ArrayLike
 ) -> tuple[Array, Array]:
-    """Attention over positions that come in parts, of which those from `first` to `end` - 1 are
-    read.
+    """Attention over positions that come in parts, of which the first `parts` are read.
 
-    attend(i) returns o [B, T, N, Hv] and lse [B, T, N] of part i. Returns both over all parts and
-    the sinks, o in the dtype of the parts. A part that a query does not see changes no bit of the
-    query's result.
+    attend(i) returns o [B, T, N, Hv] and lse [B, T, N] of part i. Returns both over all parts, o in
+    the dtype of the parts. A part that a query does not see changes no bit of the query's result.
     """
 
     def add(i: Array, merged: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -96,8 +90,7 @@ def attend_in_parts(
         share = jnp.where(jnp.isneginf(lse_i), 0, jax.nn.sigmoid(lse_i - lse))
         return o + share[..., None] * (o_i - o), jnp.logaddexp(lse, lse_i)
 
-    like = jax.eval_shape(attend, end)
-    sinks: Any = -jnp.inf if sinks_N is None else sinks_N.astype(jnp.float32)
-    nothing = jnp.zeros(like[0].shape), jnp.broadcast_to(sinks, like[1].shape)
-    o, lse = lax.fori_loop(first, end, add, jax.tree.map(lambda x: vary_like(x, *like), nothing))
+    like = jax.eval_shape(attend, parts)
+    nothing = jnp.zeros(like[0].shape), jnp.full(like[1].shape, -jnp.inf)
+    o, lse = lax.fori_loop(0, parts, add, jax.tree.map(lambda x: vary_like(x, *like), nothing))
     return o.astype(like[0].dtype), lse
