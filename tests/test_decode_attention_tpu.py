@@ -430,6 +430,16 @@ def test_prefill_attention_compiles_for_any_window_and_chunk(topology, allowed, 
 
 
 @pytest.mark.one_in(4)
+@pytest.mark.parametrize("G", [1, 3, 5, 7, 9, 12, 40])
+def test_prefill_attention_compiles_for_any_number_of_heads_that_share_a_key(G):
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=one_device("v5e:2x2"))
+    k = array((1, 2, 4096, 128), INT8)
+    scale = array((1, 2, 4096), F32)
+    arrays = array((1, 600, 2 * G, 128), BF16), k, k, array((1,), jnp.int32), scale, scale
+    jax.jit(functools.partial(prefill_attention_tpu, scale=0.1)).lower(*arrays).compile()
+
+
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("dtype", [BF16, INT8, FP8], ids=str)
 def test_prefill_attention_makes_keys_and_values_of_latents(topology, dtype):

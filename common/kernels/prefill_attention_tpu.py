@@ -136,7 +136,7 @@ def prefill_attention_tpu(
     Hv = made_by[1].shape[2] if made_by else value_width(v_BKSH, v_dim)
     arrays = (rows_by_head(q_BTNW, K), sink_KR1, *(made_by or ()))
     o, lse = _call(scalars, arrays, caches + scales, Hv, S, c, interpret)
-    o, lse = (heads_of_rows(x, q_BTNW.shape[1])[:, :T] for x in (o, lse[:, :, 0, :, None]))
+    o, lse = (heads_of_rows(x, q_BTNW.shape[1])[:, :T] for x in (o, lse))
     return (o, lse[..., 0]) if return_lse else o
 
 
@@ -144,7 +144,7 @@ def _kernel(*refs: Any, static: Static) -> None:
     """Adds a block of positions to what a block of queries of one head sees. Inputs: `Seen` and
     lengths [B]; q [1, 1, R, H], sink [1, R, 1] and, with `made_by`, [1, W, H] and [1, W, Hv];
     blocks of the cache's rows, in the order in memory, and of the scales of all its heads [1, K,
-    block]. Outputs: o [1, 1, R, Hv] and lse [1, 1, 1, R]. Scratch, in float32: m and total [1, R,
+    block]. Outputs: o [1, 1, R, Hv] and lse [1, 1, R, 1]. Scratch, in float32: m and total [1, R,
     1], acc [1, R, Hv]."""
     c, n = static, len(static.axes)
     seen, (length_B, q, sink, *made_by) = Seen(*refs[:2]), refs[2 : -n - 5]
@@ -185,7 +185,7 @@ def _kernel(*refs: Any, static: Static) -> None:
     @pl.when(i == pl.num_programs(3) - 1)
     def _() -> None:
         output, log_sum_exp = normalized(m[...], total[...], acc[...])
-        o[0], lse[0, 0] = output.astype(o.dtype), log_sum_exp[..., 0]
+        o[0], lse[0] = output.astype(o.dtype), log_sum_exp
 
 
 def _call(
@@ -222,7 +222,7 @@ def _call(
     steps = jnp.maximum(scalars[1].max(), 1)
     return pl.pallas_call(
         partial(_kernel, static=c),
-        out_shape=(out((B, K, all_rows, Hv), q_BKRW.dtype), out((B, K, 1, all_rows), jnp.float32)),
+        out_shape=(out((B, K, all_rows, Hv), q_BKRW.dtype), out((B, K, all_rows, 1), jnp.float32)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(B, K, all_rows // R, steps),
@@ -231,10 +231,7 @@ def _call(
                 *(pl.BlockSpec((1, *x.shape[1:]), lambda b, k, *_: (k, 0, 0)) for x in others),
                 *(positions(x, axis) for x, axis in zip(caches, c.axes, strict=True)),
             ],
-            out_specs=(
-                pl.BlockSpec((1, 1, R, Hv), queries),
-                pl.BlockSpec((1, 1, 1, R), lambda b, k, j, *_: (b, k, 0, j)),
-            ),
+            out_specs=tuple(pl.BlockSpec((1, 1, R, width), queries) for width in (Hv, 1)),
             scratch_shapes=[pltpu.VMEM((1, R, width), jnp.float32) for width in (1, 1, Hv)],
         ),
         compiler_params=pltpu.CompilerParams(
