@@ -40,7 +40,7 @@ ROOT = Path(__file__).parent.parent
 def run(module, *words):
     argv = [sys.executable, "-m", f"benchmarks.{module}", *map(str, words)]
     return subprocess.run(
-        argv, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=300
+        argv, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=600
     )
 
 
