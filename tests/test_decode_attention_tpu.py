@@ -401,7 +401,8 @@ def assert_prefill_compiles(topology, H, dtype, *, packed=False, **allowed):
     assert lowered.as_text().count("tpu_custom_call") == 1
     program = lowered.compile()
     padded = 2 * B * 1024 * N * round_up(2 * H if packed else H, 128)  # bytes
-    assert program.memory_analysis().temp_size_in_bytes < 3 * padded
+    column = 4 * B * 1024 * N * 128  # bytes of the log-sum-exps, in tiles of 128 lanes
+    assert program.memory_analysis().temp_size_in_bytes < 3 * padded + column
 
 
 @pytest.mark.one_in(5)
