@@ -366,16 +366,16 @@ def attend_expanded(
     return o_BTNJ
 
 
-def in_latent_parts(attend: Callable[..., Any], cache: RowCache, end_B: Array) -> Array:
+def in_latent_parts(
+    attend: Callable[..., tuple[Array, Array]], cache: RowCache, end_B: Array
+) -> Array:
     """Attention over a latent cache, part by part, up to the end of the longest slot. attend(rows,
     k_scale, end_B) returns o and its log-sum-exp for a part, as if it were the whole cache."""
     S, devices = cache.rows.shape[2], lax.axis_size(TENSOR)
     size = next((n for n in LATENT_PARTS if S % n == 0), S)
 
     def attend_part(i: Array) -> tuple[Array, Array]:
-        rows, k_scale = latent_rows(cache, i * size, size)
-        o, lse = attend(rows, k_scale, end_B - i * size)
-        return o, lse
+        return attend(*latent_rows(cache, i * size, size), end_B - i * size)
 
     end = jnp.clip(end_B.max(), 0, S * devices)
     return attend_in_parts(attend_part, (end + size - 1) // size)[0]

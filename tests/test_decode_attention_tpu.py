@@ -51,7 +51,7 @@ from common.kernels.decode_attention_tpu import (
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.prefill_attention_tpu import prefill_attention_tpu
 from common.machines.chips import devices_of
-from common.sharding import DATA, MODEL, make_mesh, round_up
+from common.sharding import DATA, MODEL, make_mesh
 
 CACHE = ("k_BKSH", "v_BKSH")
 KERNEL = 'custom_call_target="tpu_custom_call"'
@@ -314,9 +314,13 @@ def compiled(topology, *args, wraps=False, **options):
 
 
 def assert_no_copies(program, arrays):
-    """Asserts that temporaries are smaller than the smallest array of the cache. Measured: none, or
-    98 KB of padded queries with packed rows."""
+    """Measured: no temporaries, or 98 KB of padded queries with packed rows."""
     assert program.as_text().count(KERNEL) == 1
+    assert_nothing_as_large(program, arrays)
+
+
+def assert_nothing_as_large(program, arrays):
+    """Asserts that temporaries are smaller than the smallest array of the cache."""
     smallest = min(
         math.prod(x.shape) * x.dtype.itemsize for n, x in arrays.items() if x and "K" in n
     )
@@ -389,26 +393,24 @@ def test_a_step_that_appends_a_token_and_attends_works_on_the_cache_in_place(H, 
     assert memory.temp_size_in_bytes < size / 16
 
 
-def assert_prefill_compiles(topology, H, dtype, *, packed=False, **allowed):
-    """Nor does prefill attention copy a cache. Its temporaries are queries and outputs."""
+def compiled_prefill(topology, H, dtype, T, S, packed=False, **allowed):
     sharding = one_device(topology)
-    arrays, options = shapes_of(H, dtype, sharding, B=2, S=16384, packed=packed)
+    arrays, options = shapes_of(H, dtype, sharding, B=2, S=S, packed=packed)
     (B, _, N, H) = arrays["q_BTNH"].shape
-    arrays["q_BTNH"] = jax.ShapeDtypeStruct((B, 600, N, H), BF16, sharding=sharding)
+    arrays["q_BTNH"] = jax.ShapeDtypeStruct((B, T, N, H), BF16, sharding=sharding)
     run = functools.partial(prefill_attention, **allowed, **options)
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         lowered = jax.jit(lambda arrays: run(**arrays)).lower(arrays)
     assert lowered.as_text().count("tpu_custom_call") == 1
-    program = lowered.compile()
-    padded = 2 * B * 1024 * N * round_up(2 * H if packed else H, 128)  # bytes
-    column = 4 * B * 1024 * N * 128  # bytes of the log-sum-exps, in tiles of 128 lanes
-    assert program.memory_analysis().temp_size_in_bytes < 3 * padded + column
+    return lowered.compile(), arrays
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("topology, H, dtype", COMPILED)
 def test_prefill_attention_copies_neither_cache_nor_scales(topology, H, dtype):
-    assert_prefill_compiles(topology, H, dtype)
+    """So few queries, and their log-sum-exps, take less than the scales. A latent has only one."""
+    S = 1 << (21 if H == 576 else 16)
+    assert_nothing_as_large(*compiled_prefill(topology, H, dtype, T=16, S=S))
 
 
 @pytest.mark.one_in(5)
@@ -427,7 +429,8 @@ def test_prefill_attention_copies_neither_cache_nor_scales(topology, H, dtype):
     ids=str,
 )
 def test_prefill_attention_compiles_for_any_window_and_chunk(topology, allowed, packed):
-    assert_prefill_compiles(topology, 64 if packed else 128, BF16, packed=packed, **allowed)
+    H, T, S = 64 if packed else 128, 600, 1 << 16  # several blocks of queries
+    assert_nothing_as_large(*compiled_prefill(topology, H, BF16, T, S, packed, **allowed))
 
 
 @pytest.mark.one_in(4)
@@ -467,7 +470,7 @@ def test_prefill_attention_reads_no_memory_that_nothing_was_copied_to(cache, cap
     )
     assert_close(o, inputs.o, **bound(case))
     assert_lse(np.asarray(lse), inputs.lse, **bound(case))
-    assert "RACE DETECTED" not in capfd.readouterr().out
+    assert "RACE" not in "".join(capfd.readouterr())
 
 
 def test_the_compiler_is_told_what_a_full_cache_costs():

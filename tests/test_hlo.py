@@ -208,6 +208,11 @@ def test_an_operation_moves_what_it_touches_in_main_memory(op, read, written):
     assert traffic(program) == read + written
 
 
+def test_prefill_attention_counts_as_reading_nothing():
+    op, _, written = OPERATIONS["a kernel"]
+    assert traffic(parse(MOVES.replace("OP", op).replace("%op", "%prefill_attention.1"))) == written
+
+
 def test_the_traffic_of_a_compiled_program_is_what_its_loop_reads_and_writes():
     @jax.jit
     def f(x, ys):

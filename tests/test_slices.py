@@ -144,7 +144,9 @@ def test_reading_into_an_empty_slot_costs_nothing_for_the_room_behind_it(
         ratio = getattr(large, field) / getattr(small, field)
         print(f"{size}, {dtype}: {ratio:.3f} of the {field}")
         assert ratio < 1.15
-    assert large.temporaries < small.temporaries + (2 << 20)
+    # DeepSeek's in bf16 differ by more: the compiler places the rows of experts' tokens.
+    more = 2 << 20 if (family, dtype) == ("deepseek_r1", "bfloat16") else 1 << 20
+    assert large.temporaries < small.temporaries + more
 
 
 @pytest.mark.full

@@ -208,7 +208,7 @@ def print_filled(folder: Path) -> None:
                 file.unlink()
             _, program = compiled(row, devices_of(row.topology), capacity, cache)
             around = turn(program).cycles * FILLED / part_of(row, capacity)
-            inside, least = attention_cycles(row, capacity, cache, folder)
+            inside, least = attention_cycles(row, capacity, folder)
             print(
                 f"| {row.size}, {row.topology}, `{row.axes}` | {row.layers} | {cache} "
                 f"| {cycles(program) / 1e6:.1f} M | {around / 1e6:.1f} M | {inside / 1e6:.1f} M "
@@ -217,7 +217,7 @@ def print_filled(folder: Path) -> None:
             )
 
 
-def attention_cycles(row: Row, capacity: int, cache: str, folder: Path) -> tuple[float, float]:
+def attention_cycles(row: Row, capacity: int, folder: Path) -> tuple[float, float]:
     """The cycles in which the kernel lets a chunk's queries see FILLED positions, in all layers of
     the row that do, as counted in its machine code in `folder`; and the least that its products
     need on a v5e, which has four units of 128 x 128."""

@@ -110,6 +110,15 @@ def ring_sizes(
     return RingSizes(block, stages) if stages >= 2 else None
 
 
+def unsupported_dtype(q: Any, k: Any) -> str | None:
+    """Says which dtype no TPU kernel of attention takes; None if they take both."""
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"the TPU kernel takes queries in float32 or bfloat16, not {q.dtype}"
+    if k.dtype not in CACHE_DTYPES:
+        return f"the TPU kernel takes a cache in {', '.join(CACHE_DTYPES)}, not {k.dtype}"
+    return None
+
+
 def unsupported(
     q: Any,
     k: Any,
@@ -121,10 +130,8 @@ def unsupported(
 ) -> str | None:
     """Says in one sentence why the kernel does not take these arrays (or shapes); None if it
     does."""
-    if q.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"the TPU kernel takes queries in float32 or bfloat16, not {q.dtype}"
-    if k.dtype not in CACHE_DTYPES:
-        return f"the TPU kernel takes a cache in {', '.join(CACHE_DTYPES)}, not {k.dtype}"
+    if reason := unsupported_dtype(q, k):
+        return reason
     if (k_scale is None) != (v_scale is None) and (v is not None or k_scale is None):
         return "the TPU kernel takes scales of both keys and values, or of neither"
     sizes = ring_sizes(q, k, v, v_dim, wraps)

@@ -23,12 +23,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from common.kernels.decode_attention_tpu import (
-    CACHE_DTYPES,
     LANES,
     Edge,
     attend_block,
     dot_by_head,
     positions_last,
+    unsupported_dtype,
 )
 from common.kernels.shapes import heads_of_rows, rows_by_head, value_width
 from common.kernels.softmax import NEG_INF, normalized
@@ -88,10 +88,8 @@ def seen_blocks(lengths_B: Array, c: Static) -> Seen:
 def unsupported(q: Any, k: Any, wraps: bool = False) -> str | None:
     """Says in one sentence why the kernel does not take these arrays (or shapes); None if it
     does."""
-    if q.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"the TPU kernel takes queries in float32 or bfloat16, not {q.dtype}"
-    if k.dtype not in CACHE_DTYPES:
-        return f"the TPU kernel takes a cache in {', '.join(CACHE_DTYPES)}, not {k.dtype}"
+    if reason := unsupported_dtype(q, k):
+        return reason
     if wraps and (S := k.shape[2]) % LANES:
         return f"the TPU kernel takes a cache that wraps with a multiple of 128 places, not {S}"
     return None
@@ -105,8 +103,8 @@ def prefill_attention_tpu(
     k_scale_BKS: Array | None = None,
     v_scale_BKS: Array | None = None,
     sinks_N: Array | None = None,
-    made_by: tuple[Array, Array] | None = None,
     *,
+    made_by: tuple[Array, Array] | None = None,
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
