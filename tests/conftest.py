@@ -2,6 +2,7 @@
 tests that run by default, without --all."""
 
 import collections
+import gc
 import os
 import tempfile
 
@@ -11,6 +12,7 @@ os.environ.update(
     TF_CPP_MIN_LOG_LEVEL="3",
     ALLOW_MULTIPLE_LIBTPU_LOAD="true",
     HF_HUB_OFFLINE="1",
+    JAX_TRACEBACK_IN_LOCATIONS_LIMIT="0",  # programs without line numbers are traced sooner
     XLA_FLAGS=os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
 )
 
@@ -26,6 +28,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("tests")
+gc.set_threshold(50_000)  # tracing makes many objects, but almost no garbage
 
 
 def pytest_addoption(parser):
@@ -61,6 +64,7 @@ def takes_minutes(items):
             yield item
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups afterwards
 def pytest_collection_modifyitems(config, items):
     """Drops the tests that run only with --all. Keeps tests that share compiled programs on one
     worker: those of one file or, if the file has the parameter `family`, those of one family."""
