@@ -1,9 +1,13 @@
 """Runs this library in `benchmarks.generate`, set up as the command line sets it up."""
 
 import contextlib
+import functools
 import importlib
+import json
+import tempfile
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,23 +27,22 @@ from common.kernels.ragged_dot import ragged_dot
 from common.machines.bandwidth import experts_read, read_bandwidth, step_bytes
 from common.products import linear
 from common.quant import Mxfp4, Transposed, is_stored
-from common.serving.load import load
+from common.serving.load import Model, load
 from common.serving.serve import serve
 from common.serving.session import Request, Session, cache_dtype, capacity_for, start_session
 
+NARROW = 64
+WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")
 
-def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
-    configure_jax({}, compile_cache=True, group=None)
-    module, began = importlib.import_module(f"{spec['model']}.model"), time.perf_counter()
-    options = dict(dtype=spec["dtype"], quant=spec["quant"], random=spec["random"])
-    model = load(module, spec["ckpt"], **options)
-    load_s = time.perf_counter() - began
+
+def serving_tasks(model: Model, quant: str | None) -> dict[str, Task]:
+    """Returns the tasks that the serving loop of a model does."""
     limit, sessions = model.config.max_position_embeddings, dict[tuple[int, int], Session]()
 
     def session_for(slots: int, tokens: int) -> Session:
         capacity = capacity_for(tokens, limit)
         if (slots, capacity) not in sessions:
-            dtype = cache_dtype(model.dtype, model.on_cpu, spec["quant"])
+            dtype = cache_dtype(model.dtype, model.on_cpu, quant)
             sessions[slots, capacity] = start_session(model, slots, capacity, dtype)
         return sessions[slots, capacity]
 
@@ -73,6 +76,39 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
         floor = step_bytes(model.weights, session.states[0].cache, filled, share)
         return {"seconds": seconds, "bytes": floor, "tokens": tokens[0]}
 
+    return dict(prefill=prefill, decode=decode)
+
+
+def narrowed(shape: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with the same layers and heads, whose other widths are `NARROW`."""
+    if "hidden_size" not in shape:
+        raise ValueError("--overhead needs a model whose config.json has a hidden_size")
+    heads = {} if "kv_lora_rank" in shape else {"head_dim": head_dim(shape)}
+    return {name: NARROW if name in WIDTHS else x for name, x in (shape | heads).items()}
+
+
+def head_dim(shape: dict[str, Any]) -> int:
+    return shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+
+
+def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
+    configure_jax({}, compile_cache=True, group=None)
+    module, began = importlib.import_module(f"{spec['model']}.model"), time.perf_counter()
+    options = dict(dtype=spec["dtype"], quant=spec["quant"])
+    model = load(module, spec["ckpt"], random=spec["random"], **options)
+    load_s = time.perf_counter() - began
+
+    @functools.cache
+    def without_weights() -> Task:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "config.json"
+            file.write_text(json.dumps(narrowed(spec["shape"])))
+            narrow = load(module, str(file), random=True, **options)
+        return serving_tasks(narrow, spec["quant"])["decode"]
+
+    def overhead(batch: int, steps: int, seed: int) -> dict[str, Any]:
+        return without_weights()(batch, steps, seed)
+
     def products(rows: int, seed: int) -> dict[str, Any]:
         head = getattr(model.weights, "head", None)
         head = model.weights.embed if head is None else head
@@ -85,10 +121,10 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     def bandwidth() -> dict[str, float]:
         return {"bytes_per_s": read_bandwidth()}
 
-    tasks: dict[str, Task] = dict(prefill=prefill, decode=decode, memory=peak_memory)
-    tasks |= dict(products=products, bandwidth=bandwidth)
-    platform = model.mesh.devices.flat[0].platform
-    return tasks, dict(load_s=load_s, platform=platform, context=limit)
+    tasks = serving_tasks(model, spec["quant"]) | dict(memory=peak_memory)
+    tasks |= dict(products=products, overhead=overhead, bandwidth=bandwidth)
+    platform, context = model.mesh.devices.flat[0].platform, model.config.max_position_embeddings
+    return tasks, dict(load_s=load_s, platform=platform, context=context)
 
 
 def multiply_all(weights: tuple[Any, Any], x: jax.Array, *, rows: int, chosen: int) -> jax.Array:

@@ -12,6 +12,9 @@ weights and the filled cache, at the bandwidth of a large one-row product in the
 
 --products also times the products of all matrices alone, one after the other, with as many rows. A
 library's step cannot be faster than its own products.
+
+--overhead also decodes with the same layers and heads, but with all other widths 64. What is left
+of a step is what it costs beside reading weights.
 """
 
 import argparse
@@ -36,6 +39,7 @@ from common.loading.shape import read_shape
 
 OURS, THEIRS, LLAMACPP = "folio", "transformers", "llama.cpp"
 MODULES = {OURS: "folio", THEIRS: "hf", LLAMACPP: "llamacpp"}
+LACKS = {THEIRS: ("overhead",), LLAMACPP: ("products", "overhead")}  # tasks that they cannot do
 NEEDS = {
     THEIRS: ("torch", "transformers"),
     LLAMACPP: ("llama_cpp", "gguf", "torch", "transformers"),
@@ -126,6 +130,10 @@ def measure(args: argparse.Namespace, specs: list[dict[str, Any]], home: str) ->
         for rows in (*args.batch, *args.prefill):
             alone = dict(task="products", rows=rows)
             points.append(Point(f"products alone, {rows} rows", alone, rows))
+    if args.overhead:
+        for b in args.batch:
+            narrow = dict(task="overhead", batch=b, steps=args.steps)
+            points.append(Point(f"decode with widths of 64, batch {b}", narrow, b * args.steps))
     rounds: dict[str, dict[str, list[dict[str, Any]]]] = {p.name: {} for p in points}
     first: dict[tuple[str, str], dict[str, float]] = {}  # by point and library: seconds by setting
     bandwidth = []
@@ -144,9 +152,9 @@ def measure(args: argparse.Namespace, specs: list[dict[str, Any]], home: str) ->
             for point in points:
                 for spec, (worker, _) in workers:
                     seconds = first.setdefault((point.name, spec["library"]), {})
+                    if point.task["task"] in spec["lacks"]:
+                        continue
                     alone = point.task["task"] == "products"
-                    if alone and spec["library"] == LLAMACPP:
-                        continue  # it has no such function
                     for setting in [""] if alone else spec["settings"]:
                         if r >= 0 and seconds[setting] > HOPELESS * min(seconds.values()):
                             continue
@@ -216,6 +224,7 @@ def compare(args: argparse.Namespace, spec: dict[str, Any], home: str) -> dict[s
         settings = settings_of(library, spec["shape"])
         module = MODULES[library]
         specs.append(spec | {"library": library, "module": module, "settings": settings})
+        specs[-1]["lacks"] = LACKS.get(library, ())
         if library == LLAMACPP:
             specs[-1]["gguf"] = make_gguf(spec, home)
     starts: dict[str, list[dict[str, Any]]] = {}
@@ -320,6 +329,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ap.add_argument("--rounds", type=int, default=7, metavar="R")
     ap.add_argument("--model", default="llama3", help="the model's package")
     ap.add_argument("--products", action="store_true", help="also time a step's products alone")
+    ap.add_argument("--overhead", action="store_true", help="also time narrow layers")
     ap.add_argument("--json", type=Path, metavar="FILE", help="write every round, and the summary")
     args = ap.parse_args(argv)
     for name in ("batch", "steps", "prefill", "rounds"):

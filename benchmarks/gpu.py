@@ -215,7 +215,7 @@ def model_rows(name: str, model: Model, tiny: bool) -> Iterator[Callable[[], Row
         floor = products_and_unread(plan, ONE, tokens)[0] / best.rate
         return row(f"prompt of {tokens}", tokens, reply["seconds"], floor)
 
-    for slots in (1, 2) if tiny else (1, 8, 64):
+    for slots in (2,) if tiny else (1, 8, 64):
         yield partial(decode, slots)
     for tokens in (32,) if tiny else (512, 8192):
         yield partial(prompt, tokens)

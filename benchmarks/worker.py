@@ -3,8 +3,8 @@ at a time.
 
 Each library has a module with `tasks_of`, which loads the model that a spec describes. It returns
 facts about the model and these tasks: prefill(tokens, seed, prompts), which times the last prompt;
-decode(batch, steps, seed); memory(); and perhaps products(rows, seed). This module imports none of
-the libraries, so each process loads only its own.
+decode(batch, steps, seed); memory(); and perhaps products(rows, seed) and overhead(batch, steps,
+seed). This module imports none of the libraries, so each process loads only its own.
 """
 
 import importlib

@@ -46,11 +46,13 @@ def run(module, *words):
 
 @pytest.mark.full
 def test_generation_is_measured_at_every_point_and_against_the_floor(tmp_path):
-    sizes = ["--batch", 1, 2, "--steps", 4, "--prefill", 32, "--rounds", 2, "--products"]
+    sizes = ["--batch", 1, 2, "--steps", 4, "--prefill", 32, "--rounds", 2]
+    sizes += ["--products", "--overhead"]
     done = run("generate", "--ckpt", "llama3/embedded", *sizes, "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
     rows = ("decode, batch 1", "decode, batch 2", "prefill 32", "load", "peak memory")
-    for row in (*rows, "products alone, 1 rows", "products alone, 32 rows"):
+    rows += ("products alone, 1 rows", "products alone, 32 rows")
+    for row in (*rows, "decode with widths of 64, batch 1"):
         assert re.search(rf"\| {row}.*\| [\d.]+", done.stdout), done.stdout
     (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
     for name, point in result["points"].items():

@@ -116,24 +116,25 @@ def on_the_widest_mesh() -> Any:
     return ((f, v, next(iter(meshes(f, v)), "")) for f, v in VARIANTS)
 
 
-def on_every_mesh() -> Any:
-    """Yields all meshes. By default, only the one that moves heads runs."""
-    for f, v in VARIANTS:
-        for axes in meshes(f, v):
-            yield pytest.param(
-                f, v, axes, marks=() if axes == mesh_that_moves_heads(f, v) else full
-            )
+def on_meshes() -> Any:
+    """Yields every variant on the mesh that moves its heads, and every family on every other mesh:
+    each of them with another variant, as far as there are enough. By default, only meshes that move
+    heads run."""
+    for family in FAMILIES:
+        variants = fixtures(family)
+        moving = [(v, axes) for v in variants if (axes := mesh_that_moves_heads(family, v))]
+        yield from ((family, *case) for case in moving)
+        for i, axes in enumerate((*MESHES, *ALONE)):
+            turned = variants[i % len(variants) :] + variants[: i % len(variants)]
+            variant = next((v for v in turned if axes in meshes(family, v)), None)
+            if variant and (variant, axes) not in moving:
+                yield pytest.param(family, variant, axes, marks=full)
 
 
 def some_of(cases: Any, count: int) -> Any:
     """Yields the same cases. By default, only the first `count` precision variants run."""
     for f, v, axes in cases:
         yield pytest.param(f, v, axes, marks=() if v in FAMILIES[f].precise[:count] else full)
-
-
-def all_of(cases: Any) -> Any:
-    """Yields the same cases. By default, none of them runs."""
-    return (pytest.param(*case, marks=full) for case in cases)
 
 
 FIRST = pytest.mark.parametrize("family, variant", [(f, FAMILIES[f].precise[0]) for f in FAMILIES])
@@ -143,21 +144,21 @@ SECOND = pytest.mark.parametrize("family, variant", [(f, FAMILIES[f].precise[1])
 
 
 @pytest.mark.one_in(2)
-@on([*on_one_device(), *on_every_mesh()])
+@on([*on_one_device(), *on_meshes()])
 def test_logits_of_a_ragged_batch_equal_those_of_transformers(family, variant, axes):
     engine = load(family, variant, axes)
     assert_golden(prompt_logits(engine), engine, atol=FAMILIES[family].atol)
 
 
 @pytest.mark.one_in(3)
-@on([*some_of(on_one_device(), 2), *all_of(on_the_widest_mesh())])
+@on(some_of(on_one_device(), 2))
 def test_logits_token_by_token_equal_them_while_slots_come_and_go(family, variant, axes):
     engine = load(family, variant, axes)
     assert_golden(stepwise_logits(engine), engine, atol=FAMILIES[family].atol)
 
 
 @pytest.mark.one_in(3)
-@on([*some_of(on_the_widest_mesh(), 1), *all_of(on_one_device())])
+@on(some_of(on_the_widest_mesh(), 1))
 def test_greedy_continuations_equal_those_of_transformers(family, variant, axes):
     """They go through prefill in chunks, insert and generate. The prompts arrive one after the
     other, in slots of every data shard."""
@@ -191,12 +192,8 @@ PRECISIONS = {  # by the name of the bound: dtype, storage of the weights, cache
 )
 @pytest.mark.parametrize(
     "second, steps",
-    [
-        (False, stepwise_logits),
-        pytest.param(True, prompt_logits, marks=full),
-        pytest.param(False, prompt_logits, marks=full),
-    ],
-    ids=["first-decode", "second-prefill", "first-prefill"],
+    [(False, stepwise_logits), pytest.param(True, prompt_logits, marks=full)],
+    ids=["first-decode", "second-prefill"],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_low_precision_stays_near_float32(family, second, steps, precision):
@@ -221,8 +218,9 @@ def test_transposed_weights_give_the_same_logits(family, variant, axes):
 
 @pytest.mark.one_in(3)
 @SECOND
-@pytest.mark.parametrize("on_cpu", [True, pytest.param(False, marks=full)], ids=["int8", "int4"])
-@pytest.mark.parametrize("axes", ["", pytest.param("tensor=2", marks=full)])
+@pytest.mark.parametrize(
+    "on_cpu, axes", [(True, ""), pytest.param(False, "tensor=2", marks=full)], ids=["int8", "int4"]
+)
 def test_weights_in_4_bits_compute_with_the_numbers_that_they_stand_for(
     family, variant, axes, on_cpu
 ):
