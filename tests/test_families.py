@@ -137,6 +137,12 @@ def some_of(cases: Any, count: int) -> Any:
         yield pytest.param(f, v, axes, marks=() if v in FAMILIES[f].precise[:count] else full)
 
 
+def of_first(cases: Any) -> Any:
+    """Yields the cases of the first precision variants. By default, none of them runs."""
+    first = [case for case in cases if case[1] == FAMILIES[case[0]].precise[0]]
+    return (pytest.param(*case, marks=full) for case in first)
+
+
 FIRST = pytest.mark.parametrize("family, variant", [(f, FAMILIES[f].precise[0]) for f in FAMILIES])
 SECOND = pytest.mark.parametrize("family, variant", [(f, FAMILIES[f].precise[1]) for f in FAMILIES])
 
@@ -151,14 +157,14 @@ def test_logits_of_a_ragged_batch_equal_those_of_transformers(family, variant, a
 
 
 @pytest.mark.one_in(3)
-@on(some_of(on_one_device(), 2))
+@on([*some_of(on_one_device(), 2), *of_first(on_the_widest_mesh())])
 def test_logits_token_by_token_equal_them_while_slots_come_and_go(family, variant, axes):
     engine = load(family, variant, axes)
     assert_golden(stepwise_logits(engine), engine, atol=FAMILIES[family].atol)
 
 
 @pytest.mark.one_in(3)
-@on(some_of(on_the_widest_mesh(), 1))
+@on([*some_of(on_the_widest_mesh(), 1), *of_first(on_one_device())])
 def test_greedy_continuations_equal_those_of_transformers(family, variant, axes):
     """They go through prefill in chunks, insert and generate. The prompts arrive one after the
     other, in slots of every data shard."""
