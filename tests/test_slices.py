@@ -1,5 +1,5 @@
-"""Every published size that has a TPU slice in its family's shapes.py compiles for it and fits:
-both a decoding step and a prompt.
+"""The first and the last published size of each family's shapes.py compile for their TPU slices and
+fit: both a decoding step and a prompt. (tools/topologies.py compiles all sizes.)
 
 Only two layers are compiled, at their true widths. The memory of all layers is computed from their
 shapes. (The READMEs' tables come from compiling all layers, with `--dry-run`.)
@@ -32,9 +32,10 @@ SLOTS, CAPACITY, PROMPT, LAYERS = 8, 2048, 512, 2
 
 
 def slices():
-    """Yields (family, size) for each size that has a slice."""
+    """Yields (family, size) for each family's first and last size that has a slice."""
     for family in FAMILIES:
-        yield from ((family, size) for size in importlib.import_module(f"{family}.shapes").SLICES)
+        sizes = [*importlib.import_module(f"{family}.shapes").SLICES]
+        yield from ((family, size) for size in dict.fromkeys((sizes[0], sizes[-1])))
 
 
 def largest(layers):
