@@ -31,9 +31,6 @@ from common.serving.load import Model, load
 from common.serving.serve import serve
 from common.serving.session import Request, Session, cache_dtype, capacity_for, start_session
 
-NARROW = 64
-WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")
-
 
 def serving_tasks(model: Model, quant: str | None) -> dict[str, Task]:
     """Returns the tasks that the serving loop of a model does."""
@@ -79,18 +76,6 @@ def serving_tasks(model: Model, quant: str | None) -> dict[str, Task]:
     return dict(prefill=prefill, decode=decode)
 
 
-def narrowed(shape: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json with the same layers and heads, whose other widths are `NARROW`."""
-    if "hidden_size" not in shape:
-        raise ValueError("--overhead needs a model whose config.json has a hidden_size")
-    heads = {} if "kv_lora_rank" in shape else {"head_dim": head_dim(shape)}
-    return {name: NARROW if name in WIDTHS else x for name, x in (shape | heads).items()}
-
-
-def head_dim(shape: dict[str, Any]) -> int:
-    return shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-
-
 def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     configure_jax({}, compile_cache=True, group=None)
     module, began = importlib.import_module(f"{spec['model']}.model"), time.perf_counter()
@@ -102,7 +87,7 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     def without_weights() -> Task:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "config.json"
-            file.write_text(json.dumps(narrowed(spec["shape"])))
+            file.write_text(json.dumps(spec["narrow"]))
             narrow = load(module, str(file), random=True, **options)
         return serving_tasks(narrow, spec["quant"])["decode"]
 

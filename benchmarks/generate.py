@@ -14,7 +14,7 @@ weights and the filled cache, at the bandwidth of a large one-row product in the
 library's step cannot be faster than its own products.
 
 --overhead also decodes with the same layers and heads, but with all other widths 64. What is left
-of a step is what it costs beside reading weights.
+of a step is what it costs beside reading weights. It runs ours alone, and not gpt2.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from common.loading.shape import read_shape
 
 OURS, THEIRS, LLAMACPP = "folio", "transformers", "llama.cpp"
 MODULES = {OURS: "folio", THEIRS: "hf", LLAMACPP: "llamacpp"}
-LACKS = {THEIRS: ("overhead",), LLAMACPP: ("products", "overhead")}  # tasks that they cannot do
+LACKS = {OURS: (), THEIRS: ("overhead",), LLAMACPP: ("overhead", "products")}  # tasks they lack
 NEEDS = {
     THEIRS: ("torch", "transformers"),
     LLAMACPP: ("llama_cpp", "gguf", "torch", "transformers"),
@@ -47,6 +47,10 @@ NEEDS = {
 PACKAGES = {"llama_cpp": "llama-cpp-python"}  # modules whose package has another name
 SETTINGS = ["sdpa dynamic", "sdpa static", "eager dynamic", "eager static"]
 OF_EXPERTS = ["grouped_mm", "batched_mm", "eager"]  # for mixtures; each with 2 of SETTINGS
+NARROW = 64  # columns, of what --overhead decodes with
+WIDTHS = (
+    "hidden_size intermediate_size intermediate_size_mlp moe_intermediate_size vocab_size".split()
+)
 HOPELESS = 4  # a setting so many times slower than the best is measured in no counted round
 
 
@@ -132,8 +136,8 @@ def measure(args: argparse.Namespace, specs: list[dict[str, Any]], home: str) ->
             points.append(Point(f"products alone, {rows} rows", alone, rows))
     if args.overhead:
         for b in args.batch:
-            narrow = dict(task="overhead", batch=b, steps=args.steps)
-            points.append(Point(f"decode with widths of 64, batch {b}", narrow, b * args.steps))
+            narrow, name = dict(task="overhead", batch=b, steps=args.steps), f"widths of {NARROW}"
+            points.append(Point(f"decode with {name}, batch {b}", narrow, b * args.steps))
     rounds: dict[str, dict[str, list[dict[str, Any]]]] = {p.name: {} for p in points}
     first: dict[tuple[str, str], dict[str, float]] = {}  # by point and library: seconds by setting
     bandwidth = []
@@ -151,9 +155,9 @@ def measure(args: argparse.Namespace, specs: list[dict[str, Any]], home: str) ->
                 bandwidth.append(ask(workers[0][1][0], task="bandwidth")["bytes_per_s"])
             for point in points:
                 for spec, (worker, _) in workers:
-                    seconds = first.setdefault((point.name, spec["library"]), {})
-                    if point.task["task"] in spec["lacks"]:
+                    if point.task["task"] in LACKS[spec["library"]]:
                         continue
+                    seconds = first.setdefault((point.name, spec["library"]), {})
                     alone = point.task["task"] == "products"
                     for setting in [""] if alone else spec["settings"]:
                         if r >= 0 and seconds[setting] > HOPELESS * min(seconds.values()):
@@ -206,6 +210,18 @@ def settings_of(library: str, shape: dict[str, Any]) -> list[str]:
     return SETTINGS
 
 
+def narrowed(shape: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with the same layers and heads, whose other widths are `NARROW`."""
+    if "text_config" in shape:
+        return shape | {"text_config": narrowed(shape["text_config"])}
+    if "hidden_size" not in shape:
+        raise ValueError("--overhead needs a config.json with a hidden_size")
+    narrow = {name: NARROW if name in WIDTHS else value for name, value in shape.items()}
+    if "kv_lora_rank" not in shape and not shape.get("head_dim"):
+        narrow["head_dim"] = shape["hidden_size"] // shape["num_attention_heads"]
+    return narrow
+
+
 def make_gguf(spec: dict[str, Any], home: str) -> str:
     """Writes a GGUF file in a separate process, whose memory is not measured. Returns its path."""
     file, described = Path(home) / "model.gguf", Path(home) / "spec.json"
@@ -224,7 +240,6 @@ def compare(args: argparse.Namespace, spec: dict[str, Any], home: str) -> dict[s
         settings = settings_of(library, spec["shape"])
         module = MODULES[library]
         specs.append(spec | {"library": library, "module": module, "settings": settings})
-        specs[-1]["lacks"] = LACKS.get(library, ())
         if library == LLAMACPP:
             specs[-1]["gguf"] = make_gguf(spec, home)
     starts: dict[str, list[dict[str, Any]]] = {}
@@ -354,6 +369,7 @@ def run(args: argparse.Namespace) -> None:
     spec |= {"random": args.ckpt is None, "quant": args.quant}
     module = importlib.import_module(f"{args.model}.model")
     spec["shape"] = read_shape(module, spec["ckpt"], random=spec["random"])[0]
+    spec["narrow"] = narrowed(spec["shape"]) if args.overhead else None
     facts = machine(args.against)
     print(f"{spec['ckpt']}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
     print(
