@@ -1,0 +1,13 @@
+"""tools/planted_bugs.py takes hours. What is tested here is that it can still plant every bug."""
+
+import tomllib
+
+from engine import ROOT
+
+from tools.planted_bugs import SHOWN, bugs_of
+
+
+def test_every_bug_replaces_code_that_a_model_file_contains_once():
+    bugs = tomllib.loads((ROOT / "tools" / "planted_bugs.toml").read_text(encoding="utf-8"))
+    planted = {bug.what for family in SHOWN for bug in bugs_of(family)}
+    assert planted == {what for family in bugs.values() for what in family}
