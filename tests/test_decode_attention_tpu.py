@@ -405,7 +405,7 @@ def compiled_prefill(topology, H, dtype, T, S, packed=False, **allowed):
     return lowered.compile(), arrays
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("topology, H, dtype", COMPILED)
 def test_prefill_attention_copies_neither_cache_nor_scales(topology, H, dtype):
     """So few queries, and their log-sum-exps, take less than the scales. A latent has only one."""
@@ -443,7 +443,7 @@ def test_prefill_attention_compiles_for_any_number_of_heads_that_share_a_key(G):
     jax.jit(functools.partial(prefill_attention_tpu, scale=0.1)).lower(*arrays).compile()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("dtype", [BF16, INT8, FP8], ids=str)
 def test_prefill_attention_makes_keys_and_values_of_latents(topology, dtype):

@@ -68,6 +68,7 @@ def cases() -> Any:
             yield pytest.param(family, variant, axes, marks=marks)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family, variant, axes", list(cases()))
 def test_logits_equal_those_of_transformers_with_the_numbers_that_a_file_means(
     family, variant, axes
@@ -214,7 +215,7 @@ def test_whole_numbers_stay_as_they_are_published_under_any_storage():
     jax.tree.map(np.testing.assert_array_equal, want, got)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("family, variant", VARIANTS)
 def test_random_weights_have_the_forms_of_loaded_ones(family, variant):
     engine = load(family, variant)
