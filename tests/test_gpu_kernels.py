@@ -505,7 +505,6 @@ def compile_for_hopper(capfd, monkeypatch):
     return run
 
 
-@pytest.mark.one_in(2)
 @COMPILED
 @pytest.mark.parametrize("case", REAL, ids=str)
 def test_compiled_for_hopper_attention_spills_no_register_and_copies_no_cache(
@@ -518,7 +517,6 @@ def test_compiled_for_hopper_attention_spills_no_register_and_copies_no_cache(
     assert temporaries < partial_results + (1 << 20)
 
 
-@pytest.mark.one_in(2)
 @COMPILED
 @pytest.mark.parametrize(
     "case",

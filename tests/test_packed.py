@@ -68,7 +68,6 @@ def cases() -> Any:
             yield pytest.param(family, variant, axes, marks=marks)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family, variant, axes", list(cases()))
 def test_logits_equal_those_of_transformers_with_the_numbers_that_a_file_means(
     family, variant, axes
