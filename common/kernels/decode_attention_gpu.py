@@ -172,6 +172,18 @@ def _blank(v_s: Any, filled: Array) -> None:
             part[...] = jnp.where(row < filled, part[...], jnp.zeros((), WIDE))
 
 
+def _blank_scales(scale_s: Any, filled: Array) -> None:
+    """Sets scales [positions] to zero from position `filled` on."""
+    (n,) = scale_s.shape
+
+    @pl.when(filled < n)
+    def _() -> None:
+        columns = plgpu.Layout.WGMMA.reduce(0)
+        position = plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=columns)
+        scale_s[...] = jnp.where(position < filled, _vector(scale_s, 1), 0.0)
+        plgpu.commit_smem()
+
+
 def _along(x: Array, axis: int, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(x, shape, [axis])
 
@@ -246,10 +258,10 @@ def _attend_block(
     positions from `filled` on are stale; `meet` waits for the other warpgroup."""
     m, total, o = carry
     scores = product(q_s, block.k.transpose((1, 0))) * scale
-    mask = seen(scores.shape)
     if block.k_scale is not None:
         scores = scores * _along(_vector(block.k_scale, 1), 1, scores.shape)
-    scores = jnp.where(mask, scores, NEG_INF)  # stale keys and scales may have given NaN
+    # Stale keys and scales may have given NaN.
+    scores = jnp.where(seen(scores.shape), scores, NEG_INF)
 
     def agree(m: Array) -> Array:
         if block.m is None:
@@ -263,7 +275,7 @@ def _attend_block(
     spread = partial(_along, axis=0, shape=scores.shape)
     m, total, keep, p = online_softmax(m, total, scores, spread=spread, agree=agree)
     if block.v_scale is not None:
-        p = jnp.where(mask, p * _along(_vector(block.v_scale, 1), 1, p.shape), 0.0)
+        p = p * _along(_vector(block.v_scale, 1), 1, p.shape)
     block.own_p[...] = p.astype(WIDE)
     _blank(block.v, filled)
     plgpu.commit_smem()
@@ -347,9 +359,12 @@ def _kernel(
 
         def step(i: Array, place: Array, carry: Any) -> Any:
             at = (first + i) * BLOCK
+            own = at + w * (BLOCK // sizes.warpgroups)
             in_ring = [x.at[place] for x in ring]
             block = _warpgroup_block(in_ring, wide, p_s, m_s, w, meet, sizes)
-            seen = partial(_seen, span_by_row, at + w * (BLOCK // sizes.warpgroups))
+            if block.v_scale is not None:
+                _blank_scales(block.v_scale, slots_g[b, 2] - own)
+            seen = partial(_seen, span_by_row, own)
             return _attend_block(carry, block, q_s, seen, slots_g[b, 2] - at, meet, **options)
 
         ring_of = dict(full=barriers["full"], free=barriers["free"])
