@@ -89,18 +89,24 @@ def meshes(family: str, variant: str) -> list[str]:
 
 @functools.cache
 def mesh_that_moves_heads(family: str, variant: str) -> str:
-    """Returns the first mesh that holds the heads in another order than the published one, repeats
-    or pads them. If there is none, returns the first of all for a precision variant, and "" for
+    """Returns the first of the meshes that move or repeat heads of both kinds, or else of one kind,
+    or else pad them. If there is none, returns the first of all for a precision variant, and "" for
     another."""
     config = model_of(family).config_from_hf(hf_config(family, variant))
     N = config.num_attention_heads
     heads = functools.partial(split_heads, N, getattr(config, "num_key_value_heads", N))
-    found = meshes(family, variant)
-    for axes in found:
+
+    def changes(axes: str) -> tuple[int, bool]:
         sizes = parse_mesh(axes)
-        if heads(sizes.get("expert", 1) * sizes.get("tensor", 1)) != heads(1):
-            return axes
-    return next(iter(found), "") if variant in FAMILIES[family].precise else ""
+        split = heads(sizes.get("expert", 1) * sizes.get("tensor", 1))
+        moved = (new[: len(old)] != old for new, old in zip(split, heads(1), strict=True))
+        return sum(moved), split != heads(1)
+
+    found = meshes(family, variant)
+    best = max(found, key=changes, default="")
+    if variant in FAMILIES[family].precise or (best and any(changes(best))):
+        return best
+    return ""
 
 
 def on(cases: Any) -> Any:
