@@ -94,6 +94,11 @@ def test_a_stop_text_ends_the_answer_and_not_the_analysis_before_it(tok):
     assert "".join(reply.text) == "A sum, naïve.\n\nPè" and reply.finish == "stop"
 
 
+def test_what_may_begin_a_stop_text_is_shown_where_its_message_ends(tok):
+    text = ANSWER.replace("<|return|>", " EN<|end|>") + CALL + ANSWER
+    assert "".join(reply_to(tok, text, "--stop", "END").text) == "Père: 4 ENPère: 4"
+
+
 def test_raw_prompts_and_other_tokenizers_show_everything(tok):
     text = THOUGHT + ANSWER
     words = "analysisA sum, naïve.assistantfinalPère: 4"

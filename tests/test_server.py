@@ -23,10 +23,10 @@ import pytest
 from engine import ENVIRONMENT, ROOT
 
 from common.server.http import Guard
-from common.server.protocol import FIELDS, UNSUPPORTED, spelled
+from common.server.protocol import FIELDS, UNSUPPORTED, Choice, scores_of_text, spelled
 from common.serving.load import load
 from common.serving.serve import complete, serve
-from common.serving.session import Request, start_session
+from common.serving.session import Request, Score, start_session
 from common.text.tokenizer import decode, encode, encode_chat, load_tokenizer
 from llama3 import model as llama3
 from tools.browser import browser, chromium
@@ -200,7 +200,8 @@ def test_log_probabilities_are_those_of_the_engine(server):
         [score.likeliest[0][1] for score in want], abs=1e-4
     )
     assert "".join(got["tokens"][1:]) == answer["choices"][0]["text"]  # without <|begin_of_text|>
-    assert got["text_offset"] == [len("".join(got["tokens"][:i])) for i in range(len(ids) + 5)]
+    at = [len("".join(got["tokens"][1:i])) for i in range(1, len(ids) + 5)]
+    assert got["text_offset"] == [0, *at]
     client = server.client()
     told = client.chat.completions.create(
         model=client.models.list().data[0].id,
@@ -215,6 +216,22 @@ def test_log_probabilities_are_those_of_the_engine(server):
     assert only["usage"]["completion_tokens"] == 0
 
 
+def test_an_offset_is_that_of_a_token_in_the_text():
+    """Of a character of several tokens, the offset is that of the character and of what follows."""
+    tok = model().tokenizer
+    ids = encode(tok, "é “ok”")
+    scored = [(i, Score(-1.0, [])) for i in ids]
+    told = scores_of_text(Choice(Request(ids, 1), 0, scores=scored), tok)
+    assert told["tokens"][0] == "<|begin_of_text|>" and "bytes:" in told["tokens"][1]
+    text, shown = decode(tok, ids), 0
+    for name, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        assert 0 <= offset <= len(text)
+        if name in ("ok", "o", "k", " "):
+            assert text[offset:].startswith(name)
+            shown += len(name)
+    assert shown >= 2
+
+
 @pytest.mark.full
 def test_what_was_cached_is_told(chat_model):
     code = "from common.command import cli\ncli.PROMPT_CHUNK = 64"
@@ -222,9 +239,12 @@ def test_what_was_cached_is_told(chat_model):
         ids = [1 + i % 90 for i in range(200)]
         first = server.post(prompt=ids, max_tokens=20)[1]["usage"]
         again = server.post(prompt=ids, max_tokens=20)[1]["usage"]
+        several = server.post(prompt=ids, max_tokens=2, n=3)[1]["usage"]
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert again["prompt_tokens_details"]["cached_tokens"] == 192
     assert sum(again["completion_tokens_details"].values()) > 0
+    assert several["prompt_tokens"] == 200
+    assert several["prompt_tokens_details"]["cached_tokens"] == 192  # and not three times
 
 
 def test_a_client_that_cancels_frees_its_slot(server):
@@ -414,7 +434,9 @@ BAD = [
     (dict(prompt="a", max_tokens=0), "max_tokens must be at least 1, but for echo"),
     (dict(prompt="a", max_tokens=True), "max_tokens must be an integer"),
     (dict(prompt="a", logprobs=21), "logprobs must be an integer from 0 to 20"),
-    (dict(prompt="a", stop=[1]), "stop must be a text or a list of texts"),
+    (dict(prompt="a", stop=[1]), "stop must be a text of at most 1000 characters, or a list of"),
+    (dict(prompt="a", stop="x" * 1001), "stop must be a text of at most 1000 characters"),
+    (dict(prompt="a", stop=["x"] * 17), "or a list of at most 16"),
     (dict(prompt="a", colour="red"), "there is no field 'colour'"),
     (dict(prompt="a", stream_options=dict(x=1)), "stream_options has include_usage alone"),
     (dict(prompt="a", stream_options=dict(include_usage=1)), "include_usage alone, true or false"),

@@ -189,6 +189,28 @@ def test_a_ring_changes_no_text(family, monkeypatch):
     assert len(long) > 3 and got == texts
 
 
+@pytest.mark.parametrize("reuse", [CHUNK, 1])
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("llama4", marks=pytest.mark.full)])
+def test_a_ring_that_was_copied_does_not_have_what_its_source_had_lost(family, reuse, monkeypatch):
+    """The second text starts from the first one, and its ring has the first one's newest tokens in
+    the places of older ones. So the third text cannot start from the second."""
+    monkeypatch.setattr(cache, "APPENDED", 64)
+    rng, size = np.random.default_rng(3), model_of(family).config.vocab_size
+    first = rng.integers(1, size, 140).tolist()
+    prompts = first, [*first[:96], 3, 2, 1], [*first[:64], *rng.integers(1, size, 9).tolist()]
+
+    def begin():
+        return start_session(model_of(family), 4, 160, CASES[family][2], reuse_multiple=reuse)
+
+    def read(session, prompt, count=3):
+        events = list(serve(session, [Request(prompt, count)]))
+        return [event.token for event in events], events[-1].counts.cached
+
+    session = begin()
+    assert read(session, prompts[0])[1] == 0 and read(session, prompts[1])[1] > 0
+    assert read(session, prompts[2], 20)[0] == read(begin(), prompts[2], 20)[0]
+
+
 def test_every_family_has_a_case():
     assert CASES.keys() >= {family for family in FAMILIES if FAMILIES[family].shown}
 
@@ -226,6 +248,7 @@ def test_drafts_change_no_text(family, source):
     run.end()
     stats = run.session.stats
     assert stats.drafts_right <= stats.drafts
+    assert all(counts.drafts_right < len(run.tokens[n]) for n, counts in run.counts.items())
     told = [sum(counts) for counts in zip(*run.counts.values(), strict=True)]
     assert told == [stats.cached_tokens, stats.drafts, stats.drafts_right]
     if source == "itself":
@@ -358,6 +381,26 @@ def test_a_request_that_is_given_up_frees_its_slot_before_the_next_step(monkeypa
     cancel(session, 12345)  # nobody has this number
     assert step(session) == [] and not is_busy(session)
     np.testing.assert_array_equal(session.states[0].sampling.temperature_B, 0)
+
+
+def test_what_is_given_up_while_it_waits_is_forgotten():
+    session = open_session("gpt2")
+    for i in range(9):
+        submit(session, Request([1, 2, 3], 50, seed=i))
+    step(session)
+    waiting = len(session.waiting)
+    for _ in range(5):
+        cancel(session, submit(session, Request([1, 2, 3], 5)))
+    step(session)
+    assert len(session.waiting) <= waiting and len(session.works) == 9
+
+
+@pytest.mark.parametrize(
+    "ids, told", [([], "1 to"), ([1] * 10_000, "not 10000"), ([-1], "not in"), ([10**6], "not in")]
+)
+def test_log_probabilities_of_what_is_no_text_are_refused(ids, told):
+    with pytest.raises(ValueError, match=told):
+        log_probabilities(model_of("gpt2"), ids)
 
 
 @pytest.mark.parametrize("wanted", [-1, 21])

@@ -57,10 +57,19 @@ def all_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda x: isinstance(x, list) and len(x) > 0 and all(map(holds, x))
 
 
+def list_of(x: Any) -> Any:
+    """A text alone becomes a list of one."""
+    return [x] if is_text(x) else x
+
+
 is_text, is_object = lambda x: isinstance(x, str), lambda x: isinstance(x, dict)
 are_ids, are_texts = all_of(lambda x: type(x) is int), all_of(is_text)
 TEXT, FLAG = Kind("a text", is_text), Kind("true or false", lambda x: isinstance(x, bool))
 TEXTS = Kind("a text or a list of texts", lambda x: is_text(x) or are_texts(x))
+STOPS = Kind(  # each is searched for at every token
+    "a text of at most 1000 characters, or a list of at most 16",
+    lambda x: TEXTS.holds(x) and len(list_of(x)) <= 16 and max(map(len, list_of(x))) <= 1000,
+)
 PROMPT = Kind(
     "a text, a list of texts, a list of ids, or a list of lists of ids",
     lambda x: TEXTS.holds(x) or are_ids(x) or all_of(are_ids)(x),
@@ -69,7 +78,7 @@ COUNT, SCORES, SHARE = integer(0, 2**31 - 1), integer(0, LIKELIEST), number(0, 1
 BOTH = dict(
     model=TEXT, stream=FLAG, stream_options=Kind("an object", is_object), max_tokens=COUNT,
     n=integer(1, 32), temperature=number(0, 2), top_p=SHARE, top_k=COUNT, min_p=SHARE,
-    seed=integer(-(2**63), 2**63 - 1), stop=TEXTS,
+    seed=integer(-(2**63), 2**63 - 1), stop=STOPS,
     user=TEXT, prompt_cache_key=TEXT, safety_identifier=TEXT,  # these three change nothing
 )  # fmt: skip
 MESSAGES = Kind("a list of messages", all_of(is_object))
@@ -220,7 +229,7 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
             max(1, room if most is None else most),
             *(get("temperature", 1.0), get("top_k", 0), get("top_p", 1.0), get("min_p", 0.0)),
             stop_ids=tok.stop_ids,
-            stop=[get("stop", [])] if is_text(get("stop")) else get("stop", []),
+            stop=list_of(get("stop", [])),
             is_chat=kind == "chat",
             logprobs=wanted,
             echo=echo and wanted is not None,
@@ -302,10 +311,14 @@ def spelled(tok: Tokenizer, token: int) -> tuple[str, list[int]]:
 
 
 def scores_of_text(choice: Choice, tok: Tokenizer) -> dict[str, list[Any]]:
-    names, offsets = [spelled(tok, token)[0] for token, _ in choice.scores], list[int]()
-    for name in names:
+    names, offsets = list[str](), list[int]()
+    for token, _ in choice.scores:
+        name, data = spelled(tok, token)
+        names.append(name)
         offsets.append(choice.offset)
-        choice.offset += len(name)
+        if token not in tok.special_ids:  # which the text leaves out
+            # A character of several tokens counts with the one that begins it.
+            choice.offset += sum(byte & 0xC0 != 0x80 for byte in data)
     return dict(
         tokens=names,
         token_logprobs=[score and score.logprob for _, score in choice.scores],
@@ -328,7 +341,10 @@ def score_of_chat(tok: Tokenizer, token: int, score: Any) -> dict[str, Any]:
 def usage_of(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
     prompt = sum(len(choice.request.prompt) for choice in choices[:: asked.n])
     reply = sum(choice.count for choice in choices)
-    cached, drafts, right = (sum(x) for x in zip(*(c.counts for c in choices), strict=True))
+    # The n choices of a prompt count it once, and what the first of them found of it.
+    cached = sum(choice.counts.cached for choice in choices[:: asked.n])
+    drafts = sum(choice.counts.drafts for choice in choices)
+    right = sum(choice.counts.drafts_right for choice in choices)
     return dict(
         prompt_tokens=prompt,
         completion_tokens=reply,

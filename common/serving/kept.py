@@ -51,19 +51,24 @@ def find_beginning(session: Session, row: int, work: Work) -> tuple[Place, int]:
 def reaches(session: Session, row: int, place: Place, length: int) -> bool:
     """Whether a place still has all that is needed to go on from its first `length` tokens: a layer
     with a window or a chunk may have overwritten that."""
+    end = written(session, row, place) + PROMPT_CHUNK  # at least what padding and drafts took
+    return all(length >= shortest_beginning(state.cache, end) for state in session.states)
+
+
+def written(session: Session, row: int, place: Place) -> int:
+    """How many positions were written where a text is held: by itself, and by the text from which
+    its beginning was copied. A ring is copied with what is behind that beginning."""
     slot = row * session.per_row + place.number
-    if place.tier == SLOT and slot in session.running:
-        written = len(session.running[slot].tokens)
-    else:
-        written = session.prefixes[row].texts[place].written
-    written += PROMPT_CHUNK  # at least what padding and drafts took
-    return all(length >= shortest_beginning(state.cache, written) for state in session.states)
+    runs = place.tier == SLOT and slot in session.running
+    tokens = len(session.running[slot].tokens) if runs else 0
+    return max(tokens, session.prefixes[row].texts[place].written)
 
 
 def begin(session: Session, row: int, work: Work, place: Place, length: int) -> None:
     """Makes a request the one whose prompt is read on a data shard. It starts from the first
     `length` tokens that a place of that shard holds."""
     if length:
+        work.written = written(session, row, place)
         copy(session, row, place, length)
         use(session.prefixes[row], place)
     work.cached, work.counts, session.reading[row] = length, Counts(length), work
@@ -87,7 +92,7 @@ def settle(session: Session) -> None:
         place = least_missed(prefixes, [Place(SLOT, n) for n in free])
         empty(session, row, place)
         forget(prefixes, READING)
-        hold(prefixes, place, tokens)
+        hold(prefixes, place, tokens, written=work.written)
         slots[row] = first + place.number
     insert(session, slots)
 
@@ -100,7 +105,7 @@ def release(session: Session, slot: int) -> None:
     if work.tokens[-1] == INVALID:
         forget(prefixes, place)
     elif session.reuse_multiple == 1:  # a reply is not read in chunks, so it may round otherwise
-        hold(prefixes, place, work.tokens[:-1])
+        hold(prefixes, place, work.tokens[:-1], written=work.written)
     else:
         use(prefixes, place, len(work.tokens))
 

@@ -86,7 +86,13 @@ def prefill_scored(
 
 
 def log_probabilities(model: Model, ids: Sequence[int]) -> jax.Array:
-    """The log-probabilities [T, vocab_size] of what may follow each of T tokens, in float32."""
+    """The log-probabilities [T, vocab_size] of what may follow each of T tokens, in float32.
+    ValueError if there are none or too many, or one is not in the vocabulary."""
+    limit, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
+    if not 1 <= len(ids) <= limit:
+        raise ValueError(f"there must be 1 to {limit} tokens, not {len(ids)}")
+    if not all(0 <= i < vocab_size for i in ids):
+        raise ValueError(f"an id is not in [0, {vocab_size})")
     mesh, rows = model.mesh, model.mesh.shape[DATA]
     dtype, shards = cache_dtype(model.dtype, model.on_cpu), model_shards(mesh)
     make = partial(model.module.init_state, model.config, rows, len(ids), dtype, shards)

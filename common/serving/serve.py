@@ -8,6 +8,7 @@ Step t + 1 is dispatched before step t's tokens are fetched, so host work overla
 
 import json
 import time
+from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -128,6 +129,8 @@ def receive(session: Session) -> None:
             session.waiting.append(work)
         elif (given_up := session.works.pop(number, None)) is not None:
             given_up.ended = True
+    if any(request is None for _, request in arrived):
+        session.waiting = deque(work for work in session.waiting if not work.ended)
     session.reading = {row: work for row, work in session.reading.items() if not work.ended}
 
 
@@ -152,10 +155,9 @@ def admit(session: Session) -> None:
         if not rows:
             return
         work = session.waiting.popleft()
-        if not work.ended:
-            found = {row: find_beginning(session, row, work) for row in rows}
-            row = max(rows, key=lambda row: (found[row][1], -taken.count(row)))
-            begin(session, row, work, *found[row])
+        found = {row: find_beginning(session, row, work) for row in rows}
+        row = max(rows, key=lambda row: (found[row][1], -taken.count(row)))
+        begin(session, row, work, *found[row])
 
 
 def read(session: Session, chunk: Chunk) -> None:
@@ -204,12 +206,10 @@ def add(session: Session, work: Work, new: Any, row: int) -> list[Event]:
     drafted_T = new_BT.reshape(len(new_BT), -1)[row]
     tokens, stats = drafted_T[drafted_T != NO_TOKEN].tolist(), session.stats
     if work.made:
-        drafts, right = len(drafted_T) - 1, len(tokens) - 1
-        stats.drafts, stats.drafts_right = stats.drafts + drafts, stats.drafts_right + right
-        cached, earlier, earlier_right = work.counts
-        work.counts = Counts(cached, earlier + drafts, earlier_right + right)
+        count(session, work, drafts=len(drafted_T) - 1)
     for t, token in enumerate(tokens):
         is_first = not work.made
+        count(session, work, right=min(t, 1))  # the token before it was a draft, or t is 0
         work.tokens.append(token)
         stats.decode_tokens += not is_first
         event = end_of(session, work, Event(work.number, token, counts=work.counts))
@@ -224,6 +224,14 @@ def add(session: Session, work: Work, new: Any, row: int) -> list[Event]:
             del session.works[work.number]
             break
     return events
+
+
+def count(session: Session, work: Work, drafts: int = 0, right: int = 0) -> None:
+    """Counts drafts of a request, and those that became part of its reply."""
+    session.stats.drafts += drafts
+    session.stats.drafts_right += right
+    cached, earlier, earlier_right = work.counts
+    work.counts = Counts(cached, earlier + drafts, earlier_right + right)
 
 
 def end_of(session: Session, work: Work, event: Event) -> Event:

@@ -99,6 +99,7 @@ class Work:
     tokens: list[int]  # of the prompt and the reply so far
     speech: Speech | None  # the text of the reply; None without a tokenizer
     cached: int = 0  # how many prompt tokens are read
+    written: int = 0  # positions that were written where its beginning was copied from
     ended: bool = False  # or given up
     scores: list[Score] = field(default_factory=list)  # of the prompt and of the first token
     counts: Counts = field(default_factory=Counts)

@@ -11,7 +11,14 @@ a channel. A message without a channel is final.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from common.text.tokenizer import Stream, Tokenizer, decode, stream_push, stream_start
+from common.text.tokenizer import (
+    Stream,
+    Tokenizer,
+    decode,
+    stream_flush,
+    stream_push,
+    stream_start,
+)
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 FINAL, ANALYSIS = "final", "analysis"
@@ -68,7 +75,12 @@ def say(tok: Tokenizer, speech: Speech, token_id: int) -> tuple[Speech, str]:
     """Adds a token; returns the text that is now certain."""
     if speech.place is not None:
         place, channel = follow(tok, speech.place, token_id)
+        ends = speech.place.part == MESSAGE != place.part
         speech = speech._replace(place=place)
+        if ends:  # what was held back belongs to the message
+            text = stream_flush(tok, speech.stream)
+            stop = speech.stop if speech.channel == FINAL else ()
+            return speech._replace(stream=stream_start(tok, stop=stop)), text
         if channel is None:
             return speech, ""
         if channel != speech.channel:

@@ -305,7 +305,12 @@ def _before_stop(stream: Stream, text: str, is_last: bool = False) -> tuple[Stre
     text = stream.tail + text
     if ends := [at for stop in stream.stop if (at := text.find(stop)) >= 0]:
         return stream._replace(stopped=True), text[: min(ends)]
-    begun = [n for stop in stream.stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
+    begun = [
+        n
+        for stop in stream.stop
+        for n in range(1, min(len(stop), len(text) + 1))
+        if text.endswith(stop[:n])
+    ]
     out = len(text) if is_last else len(text) - max(begun, default=0)
     return stream._replace(tail=text[out:]), text[:out]
 
