@@ -9,7 +9,7 @@ unless null has a meaning of its own.
 
 import reprlib
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from common.quant import FP8_BLOCK
@@ -316,6 +316,7 @@ def read_rope(
     theta: float,
     rotated: float = 1.0,
     default: Mapping[str, Any] = NOTHING,
+    ignored: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The fields of `kind` that say how positions rotate: `rope_theta`, and if `kind` has them
     `rope_scaling` (None, or a NamedTuple of its settings) and `partial_rotary_factor`.
@@ -328,6 +329,7 @@ def read_rope(
       theta: what the family means if the file gives no `rope_theta`.
       rotated: what the family means if the file gives no `partial_rotary_factor`.
       default: what the family means if the file gives no settings.
+      ignored: settings that have no effect.
     """
     where = "rope_parameters" if hf.get("rope_scaling") in (None, {}) else "rope_scaling"
     settings = default if hf.get(where) is None else hf[where]
@@ -344,7 +346,7 @@ def read_rope(
             if part is settings and hf.get(field) is not None:  # has no effect, but must be valid
                 checked(hf[field], annotations(kind)[field], field)
     scaling = settings.get("rope_type", settings.get("type", "default"))
-    known = {"rope_type", "type", *fields}
+    known = {"rope_type", "type", *fields, *ignored}
     if scaling == "default":
         refuse_unknown(settings, known, where)
         return fields | (dict(rope_scaling=None) if "rope_scaling" in annotations(kind) else {})

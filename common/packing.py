@@ -78,6 +78,7 @@ def gptq(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
     accepted |= dict(lm_head=False, pack_dtype="int32", modules_in_block_to_quantize=None)
     accepted |= dict(is_marlin_format=False)
     # How the file was made, and settings of kernels.
+    accepted |= dict(act_group_aware=False, hyb_act=False, mse=(0, False))  # GPTQModel's
     made = """
         backend batch_size block_name_to_quantize cache_block_outputs cache_examples_on_gpu
         damp_auto_increment damp_percent dataset disable_exllama exllama_config group_size

@@ -407,7 +407,8 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
     kind = hf.get("model_type")
     dense, qwen2 = kind in ("qwen2", "qwen3"), kind == "qwen2"
-    fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0)
+    # R1-0528-Qwen3-8B has an attn_factor, which transformers does not read.
+    fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0, ignored=("attn_factor",))
     packing = read_packing(hf, others=("fp8",))
     fields |= dict(packing=packing, fp8=packing is None and is_fp8(hf, PROJECTIONS))
     fields |= dict(qwen2=qwen2) | (DENSE if dense else {})

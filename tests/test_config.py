@@ -66,7 +66,7 @@ def test_null_stays_what_it_means():
     assert read("llama3", changed("llama3", head_dim=None, num_key_value_heads=None))[5:7] == (9, 6)
     assert read("qwen3", changed("qwen3", num_key_value_heads=None)).num_key_value_heads == 8
     assert read("qwen3", changed("qwen3", "moe_untied", mlp_only_layers=None)).mlp_only_layers == ()
-    rope = dict(YARN, attention_factor=None)
+    rope = dict(YARN, attention_factor=None, attn_factor=0.9)  # the latter has no effect
     assert read("qwen3", changed("qwen3", rope_scaling=rope)).rope_scaling.attention_factor is None
 
 

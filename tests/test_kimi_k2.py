@@ -141,6 +141,17 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, change, message):
     assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_token_that_is_not_special_is_a_part_of_the_text():
+    """Such as <think> of K2-Thinking."""
+    first = len(read_ranks(FILE))
+    added = {str(first + i): dict(content=x, special=i == 0) for i, x in enumerate(("[B]", "<t>"))}
+    backend = load_tiktoken(FILE, added)
+    assert backend.decode([first, first + 1, 65], skip_special_tokens=True).startswith("<t>")
+    assert backend.encode("a<t>").ids[-1] == first + 1
+    added[str(first)]["special"] = "no"
+    refused(ValueError, "whose special is true or false", load_tiktoken, FILE, added)
+
+
 def test_two_special_tokens_of_one_name_are_refused():
     added = {str(len(read_ranks(FILE)) + i): {"content": "[BOS]"} for i in range(2)}
     with pytest.raises(ValueError, match="gives two special tokens one name"):

@@ -1,6 +1,7 @@
 """Tests checkpoints that others quantised: AWQ, GPTQ, compressed-tensors and FBGEMM. Their packages
 packed the fixtures; see packers.py. packings.py says what they mean."""
 
+import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -288,6 +289,24 @@ def test_published_sizes_can_be_split_as_they_are_without_quantisation(family, s
             assert all(w.shape[-1] / w.published.scales >= 32 for w in packed)
 
 
+@pytest.mark.parametrize("bias", [0.0, 0.5])
+def test_biases_that_gptq_adds_must_be_zeros(tmp_path, bias):
+    """AutoGPTQ writes one for each matrix."""
+    tensors, model = tensors_of("llama3", "packed_gptq"), model_of("llama3")
+    for name in [name for name in tensors if name.endswith(".scales")]:
+        zeros = np.zeros(tensors[name].shape[-1], np.float16)
+        tensors[name.replace(".scales", ".bias")] = zeros
+    tensors["model.layers.0.mlp.down_proj.bias"][3] = bias
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = model.config_from_hf(hf_config("llama3", "packed_gptq"))
+    load = functools.partial(load_weights, tmp_path, model, config, make_mesh(), np.float32)
+    if bias:
+        with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down_proj\.bias holds 0\.5 at 3"):
+            load()
+    else:
+        load()
+
+
 def test_modules_that_gptq_leaves_out_are_plain():
     hf = changed("packed_gptq", dynamic={r"-:model\.layers\.1\.mlp": {}})
     model = model_of("llama3")
@@ -353,6 +372,7 @@ WRONG = [
     ("packed_gptq", dict(bits=3), "quantization_config.bits=3"),
     ("packed_gptq", dict(desc_act=True), "quantization_config.desc_act=True"),
     ("packed_gptq", dict(sym=None), "quantization_config.sym=None"),
+    ("packed_gptq", dict(hyb_act=True), "quantization_config.hyb_act=True"),
     ("packed_gptq", dict(checkpoint_format="marlin"), "checkpoint_format='marlin'"),
     ("packed_gptq", dict(lm_head=True), "quantization_config.lm_head=True"),
     ("packed_gptq", dict(dynamic={"-:.*gate": {}, ".*up": {"bits": 8}}), "_config.dynamic="),

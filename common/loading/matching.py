@@ -145,8 +145,8 @@ def misfits(
 
 
 def differs(tensor: StoredTensor, want: tuple[int, ...]) -> str | None:
-    """Says how a tensor of whole numbers differs from those that it should hold."""
-    if tensor.dtype not in ("I8", "I32", "I64"):
+    """Says how a tensor differs from the whole numbers that it should hold."""
+    if tensor.dtype not in ("I8", "I32", "I64") and not (want == (0,) and tensor.dtype in FLOATS):
         return f"has dtype {tensor.dtype}, but only whole numbers can be read"
     if len(want) > 1 and tensor.shape != (len(want),):
         return f"has shape {show(list(tensor.shape))}, but the config says [{len(want)}]"

@@ -25,7 +25,7 @@ from common.sharding import EXPERT, TENSOR, UNSPLIT, Shards
 from common.weights import Weight, by_path, is_weight
 
 KINDS = ("matrix", "headwise", "stack")
-CHECKED = ("group", "shape")  # of the parts: what is compared with config.json, and not loaded
+CHECKED = ("group", "shape", "bias")  # of the parts: what must be as expected, and is not loaded
 # Column j of eight is in the word at this place, counted in steps of four bits.
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -58,6 +58,7 @@ FORMATS = {
             "scales": Part("scale"),
             "qzeros": Part("zero", 1),
             "g_idx": Part("group"),
+            "bias": Part("bias"),  # AutoGPTQ writes zeros where a model has none
         },
         False,
     ),
@@ -95,7 +96,9 @@ def declare(module: Any, config: Any, shards: Shards = UNSPLIT) -> tuple[Any, Ta
                 raise ValueError(f"config.json: {name} cannot be quantised in this family")
             scales, of_groups = group_order(packing, weight, width, order, shards)
             declared[path] = weight._replace(published=published(packing, scales))
-            added |= rows_of(packing, path, name, whole[path].shape[-2:], order, of_groups)
+            rows_here = rows_of(packing, path, name, whole[path].shape[-2:], order, of_groups)
+            has_bias = targets_of(bias_of(name), table) is not None
+            added |= {n: x for n, x in rows_here.items() if not (has_bias and n.endswith(".bias"))}
     tree = jax.tree.structure(layout, is_leaf=is_weight)
     return jax.tree.unflatten(tree, list(declared.values())), table | added
 
@@ -134,6 +137,11 @@ def halves(name: str) -> list[str]:
 @cache
 def holds(packing: Packing, module: str) -> bool:
     return packing.holds(module)
+
+
+def bias_of(name: str) -> str:
+    """The stored name of the bias beside a matrix; the first expert's, if that is an expert's."""
+    return name.removesuffix("weight").replace("*", "0") + "bias"
 
 
 def is_published_order(transform: Transform) -> bool:
@@ -198,7 +206,7 @@ def rows_of(
             return Holds(group_of_each(n_in, group))
         if field == "shape":
             return Holds((n_out // len(parts), n_in))
-        if field == "zero" and not packing.zero:
+        if field == "bias" or (field == "zero" and not packing.zero):
             return Holds((0,))
         return f"{path}.{field}", transform(field)
 

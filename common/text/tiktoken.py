@@ -83,13 +83,20 @@ def load_tiktoken(file: Path, added: Any) -> tokenizers.Tokenizer:
     backend.decoder = decoders.ByteLevel()
     ids = range(len(ranks), len(ranks) + SPECIAL)
     try:
-        texts = [added.get(str(i), {}).get("content", f"<|reserved_token_{i}|>") for i in ids]
-        backend.add_special_tokens([AddedToken(text, normalized=False) for text in texts])
+        named = [added.get(str(i), {}) for i in ids]
+        texts = [
+            x.get("content", f"<|reserved_token_{i}|>") for i, x in zip(ids, named, strict=True)
+        ]
+        for text, x in zip(texts, named, strict=True):
+            # Others than special ones, such as <think>, belong to the text.
+            is_special = x.get("special", True)
+            add = backend.add_special_tokens if is_special else backend.add_tokens
+            add([AddedToken(text, normalized=False, special=is_special)])
         made = [backend.token_to_id(text) for text in texts]
     except (AttributeError, TypeError, UnicodeEncodeError):
         raise ValueError(
             f"{file.with_name('tokenizer_config.json')}: added_tokens_decoder must be an object of "
-            "objects whose content is a text"
+            "objects whose content is a text, and whose special is true or false"
         ) from None
     if made != list(ids):
         raise ValueError(f"{file}: tokenizer_config.json gives two special tokens one name")
