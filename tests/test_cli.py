@@ -307,7 +307,13 @@ def test_more_than_the_memory_of_a_device_is_refused(monkeypatch):
         (["--draft", "nobody:nowhere"], "--draft nobody:nowhere: there is no nobody/model.py"),
         (["--draft", str(EMBEDDED / "../../gpt2/embedded")], "model_type"),
         (["--draft-tokens", "2"], "--draft-tokens goes with --draft lookup, auto, or a model"),
+        (["--draft", f".:{EMBEDDED}"], "there is no ./model.py"),
+        (
+            ["--draft", "lookup", "--draft-tokens", "33"],
+            "--draft-tokens must be at most 32, got 33",
+        ),
         (["--keep", "-1"], "--keep must be at least 0, got -1"),
+        (["--keep-host", "inf"], "--keep-host must be at most 1000000000, got inf"),
         (["--mesh", "tensor=64"], "needs 64 devices, but only"),
         (
             ["--mesh", "tensor=8"],

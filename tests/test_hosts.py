@@ -499,6 +499,11 @@ def test_variables_and_options_say_the_same(place):
         (["--coordinator", "a:1"], "nothing here says"),
         (["--coordinator", "a:1", "--process", "2/2"], "--process '2/2': expected I/N"),
         (["--coordinator", "a:1", "--process", "two"], "--process 'two': expected I/N"),
+        (
+            ["--coordinator", "a:1", "--process", "0/9999999"],
+            "there can be 100000 processes at most",
+        ),
+        (["--join-timeout", "inf"], "--join-timeout must be from 0 to 1000000, got inf"),
         (["--coordinator", "a", "--process", "0/2"], "the address of process 0, 'a', is not HOST:"),
     ],
 )

@@ -90,6 +90,8 @@ def open_draft(module: ModuleType, args: argparse.Namespace, model: Model) -> Mo
         return None if args.draft == "mtp" else args.draft
     family, _, ckpt = args.draft.rpartition(":")
     try:
+        if family and not family.isidentifier():
+            raise ModuleNotFoundError
         if family:
             module = importlib.import_module(f"{family}.model")
         draft = open_model(module, ckpt, mesh=model.mesh, dtype=args.dtype, quant=args.quant)
@@ -99,6 +101,9 @@ def open_draft(module: ModuleType, args: argparse.Namespace, model: Model) -> Mo
     except (ValueError, OSError) as error:
         raise ValueError(f"--draft {args.draft}: {error}") from None
     return draft
+
+
+MOST_DRAFTS = 32  # a step samples each of them by code of its own, which takes long to compile
 
 
 class Sizes(NamedTuple):
@@ -220,10 +225,12 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--mesh {' '.join(args.mesh)}: only --dry-run takes several meshes")
     if args.revision is not None and args.ckpt is None:
         raise ValueError("--revision goes with a --ckpt of the hub only")
-    limits = dict(keep=0, keep_host=0, draft_tokens=1, queue=0, grace=0)
-    for name, least in limits.items():
-        if (value := getattr(args, name)) is not None and not value >= least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    limits = dict.fromkeys(("keep", "keep_host", "queue", "grace"), (0, 10**9))
+    limits["draft_tokens"] = 1, MOST_DRAFTS
+    for name, (least, most) in limits.items():
+        if (value := getattr(args, name)) is not None and not least <= value <= most:
+            what = f"at least {least}" if not value > most else f"at most {most}"
+            raise ValueError(f"--{name.replace('_', '-')} must be {what}, got {value}")
     if args.draft_tokens is not None and args.draft in (None, "mtp"):
         raise ValueError("--draft-tokens goes with --draft lookup, auto, or a model")
     if args.dry_run and args.draft not in (None, "mtp"):

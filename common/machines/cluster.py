@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from common.loading.files import first_line
 
+MOST_PROCESSES, MOST_SECONDS = 100_000, 1_000_000
+
 
 class Place(NamedTuple):
     """The number of this process, how many there are, and HOST:PORT of process 0."""
@@ -24,6 +26,10 @@ def find_place(args: argparse.Namespace) -> Place | None:
     """Finds the place by options, variables or the cluster; None if this process runs alone."""
     if args.distributed is False:
         return None
+    if not 0 <= args.join_timeout <= MOST_SECONDS:
+        raise ValueError(
+            f"--join-timeout must be from 0 to {MOST_SECONDS}, got {args.join_timeout}"
+        )
     env = os.environ
     coordinator = args.coordinator or env.get("JAX_COORDINATOR_ADDRESS")
     index = args.process
@@ -49,6 +55,8 @@ def parse_process(text: str) -> tuple[int, int]:
     process, _, count = text.partition("/")
     if not (process.isdecimal() and count.isdecimal() and int(process) < int(count)):
         raise ValueError(f"--process {text!r}: expected I/N, from 0/N to N-1/N")
+    if int(count) > MOST_PROCESSES:
+        raise ValueError(f"--process {text!r}: there can be {MOST_PROCESSES} processes at most")
     return int(process), int(count)
 
 
