@@ -29,6 +29,7 @@ COPY_BLOCK = 128  # positions that are copied at once
 APPENDED = 2048  # a ring takes at least so many tokens at once
 RING_UNIT = 512  # the places of a window's ring are a multiple of this
 LATENT_PARTS = (1024, 512)  # positions of latents that are read at once, in a loop over them
+KERNEL_PARTS = (2048, *LATENT_PARTS)  # for a kernel, which stops where the slot ends
 
 
 @jax.tree_util.register_static
@@ -356,7 +357,7 @@ def attend_expanded(
 
             if lax.axis_size(TENSOR) == 1:
                 return attend(cache.rows, cache.k_scale, end_B)[0]
-            return in_latent_parts(attend, cache, end_B)
+            return in_latent_parts(attend, cache, end_B, KERNEL_PARTS)
 
         return dict(tpu=Kernel("tpu", on_tpu, unsupported(q_BTNH, cache.rows)))
 
@@ -367,12 +368,16 @@ def attend_expanded(
 
 
 def in_latent_parts(
-    attend: Callable[..., tuple[Array, Array]], cache: RowCache, end_B: Array
+    attend: Callable[..., tuple[Array, Array]],
+    cache: RowCache,
+    end_B: Array,
+    sizes: tuple[int, ...] = LATENT_PARTS,
 ) -> Array:
     """Attention over a latent cache, part by part, up to the end of the longest slot. attend(rows,
-    k_scale, end_B) returns o and its log-sum-exp for a part, as if it were the whole cache."""
+    k_scale, end_B) returns o and its log-sum-exp for a part, as if it were the whole cache. A part
+    has the first of `sizes` that divides the positions of a device."""
     S, devices = cache.rows.shape[2], lax.axis_size(TENSOR)
-    size = next((n for n in LATENT_PARTS if S % n == 0), S)
+    size = next((n for n in sizes if S % n == 0), S)
 
     def attend_part(i: Array) -> tuple[Array, Array]:
         return attend(*latent_rows(cache, i * size, size), end_B - i * size)

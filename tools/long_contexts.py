@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT)]
 
 import jax.numpy as jnp  # noqa: E402
 
-from common.cache import LATENT_PARTS  # noqa: E402
+from common.cache import KERNEL_PARTS  # noqa: E402
 from common.kernels.prefill_attention_tpu import block_sizes  # noqa: E402
 from common.machines.chips import chip_of, devices_of  # noqa: E402
 from common.machines.dryrun import (  # noqa: E402
@@ -104,7 +104,7 @@ def turn(program: Program) -> Cost:
 def part_of(row: Row, capacity: int) -> int:
     """How many positions one turn of the loop over latents reads."""
     each = capacity // parse_mesh(row.axes).get("tensor", 1)
-    return next(n for n in LATENT_PARTS if each % n == 0)
+    return next(n for n in KERNEL_PARTS if each % n == 0)
 
 
 def compiled(
@@ -217,20 +217,26 @@ def print_filled(folder: Path) -> None:
             )
 
 
+def wide(n: int) -> int:
+    """How many of a matrix unit's rows or columns n numbers take."""
+    return -(-n // 128) * 128
+
+
 def attention_cycles(row: Row, capacity: int, folder: Path) -> tuple[float, float]:
     """The cycles in which the kernel lets a chunk's queries see FILLED positions, in all layers of
     the row that do, as counted in its machine code in `folder`; and the least that its products
-    need on a v5e, which has four units of 128 x 128."""
+    need on a v5e, which has four units of 128 x 128. A narrower matrix takes as long as one of
+    128."""
     model = importlib.import_module(f"{row.family}.model")
     config = model.config_from_hf(importlib.import_module(f"{row.family}.shapes").SHAPES[row.size])
     layers = row.layers // 2 if row.family == "gpt_oss" else row.layers
     heads = config.num_attention_heads // math.prod(parse_mesh(row.axes).values())
     if "qk_nope_head_dim" in config._fields:
         made = config.qk_nope_head_dim + config.v_head_dim  # of a latent, for each head
-        products = CHUNK * (made + config.qk_rope_head_dim) + made * config.kv_lora_rank
+        products = CHUNK * (made + wide(config.qk_rope_head_dim)) + made * config.kv_lora_rank
         groups = heads  # which have keys of their own
     else:
-        products = CHUNK * 2 * config.head_dim
+        products = CHUNK * 2 * wide(config.head_dim)
         groups = max(1, heads * config.num_key_value_heads // config.num_attention_heads)
     queries, block = block_sizes(CHUNK, heads // groups, capacity)
     blocks = layers * groups * (CHUNK // queries) * FILLED // block
