@@ -463,6 +463,7 @@ def test_the_room_that_is_said_is_used_up_by_as_much():
         (["--ckpt", "llama9"], "'llama9' is neither a config.json, a directory, nor one of"),
         (["--dry-run", "v9:2x2"], "'v9:2x2' is unknown: give one of v4, v5e"),
         (["--dry-run", "v5e:9x9"], "'v5e:9x9': "),
+        (["--dry-run", "cpu:9999999"], "'cpu:9999999': a host can stand for 1024 devices at most"),
         (["--dry-run", "h100:9"], "'h100:9' is not h100:1 to h100:8"),
         (["--dry-run", "v5e:2x2", "--mesh", "tensor=8"], "tensor=8 needs 8 devices, but only 4"),
         (["--mesh", "tensor=0"], "--mesh 'tensor=0': tensor must be at least 1"),

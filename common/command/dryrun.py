@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from common.command.environment import MOST_CPU_DEVICES
 from common.kernels.dispatch import AUTO
 from common.loading.shape import model_dtype, read_model_config, read_shape
 from common.machines.chips import UNKNOWN, Chip
@@ -177,6 +178,8 @@ def as_json(run: DryRun) -> dict[str, Any]:
 def print_dry_runs(module: ModuleType, args: argparse.Namespace) -> None:
     """Runs --dry-run: checks everything, compiles, and prints the figures to stdout."""
     hosts = [int(n) for n in (t.partition("cpu:")[2] for t in args.dry_run) if n.isdecimal()]
+    if hosts and (count := max(1, *hosts)) > MOST_CPU_DEVICES:
+        raise ValueError(f"'cpu:{count}': a host can stand for {MOST_CPU_DEVICES} devices at most")
     if hosts:
         jax.config.update("jax_num_cpu_devices", max(1, *hosts))
     plans = [
