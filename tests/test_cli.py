@@ -286,7 +286,8 @@ LONG = " ".join(["prologue"] * 400)
 def test_more_than_the_memory_of_a_device_is_refused(monkeypatch):
     """With the weights and caches of a model that drafts."""
     llama = load(model, dtype="float32", mesh=make_mesh())
-    cache = jax.tree.leaves(start_session(llama, 3, 256).states[0].cache)
+    session = start_session(llama, 3, 256)
+    cache = jax.tree.leaves((session.states[0].cache, session.prompts[0].cache))
     need = sum(x.nbytes for x in jax.tree.leaves(llama.weights) + cache)
     for models, room in (([llama], need), ([llama, llama], 2 * need)):
         monkeypatch.setattr(memory, "memory_of", lambda device, room=room: room)

@@ -231,7 +231,14 @@ def test_process_0_listens_and_all_serve(pair):
             connection.request("POST", "/v1/completions", body)
             answer = json.loads(connection.getresponse().read())
         assert answer["choices"][0]["text"] == text.removesuffix("\n")
-    processes[0].send_signal(signal.SIGTERM)
+    body = json.dumps(dict(prompt="ACT I.", max_tokens=300, temperature=0, stream=True))
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, 60)) as connection:
+        connection.request("POST", "/v1/completions", body)
+        stream = connection.getresponse()
+        assert stream.readline().startswith(b"data: {")
+        for process in processes:  # as a cluster's scheduler does
+            process.send_signal(signal.SIGTERM)
+        assert stream.read().endswith(b"data: [DONE]\n\n")
     assert [code for code, *_ in ends(processes)] == [0, 0]
 
 

@@ -437,6 +437,7 @@ BAD = [
     (dict(prompt="a", stop=[1]), "stop must be a text of at most 1000 characters, or a list of"),
     (dict(prompt="a", stop="x" * 1001), "stop must be a text of at most 1000 characters"),
     (dict(prompt="a", stop=["x"] * 17), "or a list of at most 16"),
+    (dict(prompt="a", stop=[], max_tokens=0), "max_tokens must be at least 1"),
     (dict(prompt="a", colour="red"), "there is no field 'colour'"),
     (dict(prompt="a", stream_options=dict(x=1)), "stream_options has include_usage alone"),
     (dict(prompt="a", stream_options=dict(include_usage=1)), "include_usage alone, true or false"),
@@ -712,7 +713,8 @@ def test_a_place_where_it_cannot_listen_is_named_before_anything_is_read():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         assert f"--serve {place}: Address already in use" in refused_start("--serve", place)
-    assert "give HOST:PORT" in refused_start("--serve", "here")
+    for place in ("here", "8000", ":8000", ""):
+        assert "give HOST:PORT" in refused_start("--serve", place)
     assert "--chat does not go with --serve" in refused_start("--serve", "--chat")
     assert "--grace must be at least 0, got nan" in refused_start("--serve", "--grace", "nan")
     assert "--top-p does not go with --serve" in refused_start("--serve", "--top-p", "0.9")

@@ -213,7 +213,7 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(
             "--chat reads standard input, so give no --json, --raw, --prompt or --prompts"
         )
-    if args.serve:
+    if args.serve is not None:
         refuse(args, UNUSED_WHEN_SERVING, "does not go with --serve")
     else:
         refuse(args, OF_SERVE, "goes with --serve only")
@@ -260,6 +260,9 @@ def answer_calls(
         serve_http(session, args, listener)
         close(session)
         step(session)
+    else:  # a first signal is for process 0, which ends the replies and then all processes
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda n, _: signal.signal(n, signal.default_int_handler))
     while not session.closed:
         step(session)
     return False
@@ -365,7 +368,8 @@ def run(
     if group:
         agree(group, module, args)
     configure_jax(axes, not args.no_compile_cache, group)
-    listener = open_listener(args) if args.serve and jax.process_index() == 0 else None
+    serves = args.serve is not None
+    listener = open_listener(args) if serves and jax.process_index() == 0 else None
     texts = [] if args.chat or args.serve else read_prompts(args)
     model = open_from(module, args, len(texts) or (8 if args.serve else 1))
     check_all_used(model.mesh)

@@ -41,10 +41,12 @@ def check_memory(models: Sequence[Model], slots: int, capacity: int, dtype: DTyp
     sharing = jax.local_device_count() if device.platform == "cpu" else 1
     sharing = min(sharing, mesh.size)
     weights = sharing * sum(load.weights for load in loads)
-    cache = sharing * sum(load.cache for load in loads) * slots // rows
+    # Beside the slots, each data shard has a place where prompts are read.
+    cache = sharing * sum(load.cache for load in loads) * (slots + rows) // rows
     if weights + cache > have:
         raise ValueError(
             f"the weights take {gigabytes(weights)} and {slots} slots of {capacity} positions "
-            f"{gigabytes(cache)}, but a device has {gigabytes(have)}: use fewer --slots, a "
-            "smaller --max-len, --quant, or a larger --mesh"
+            f"{gigabytes(cache)} with those where prompts are read, but a device has "
+            f"{gigabytes(have)}: use fewer --slots, a smaller --max-len, --quant, or a larger "
+            "--mesh"
         )

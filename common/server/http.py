@@ -332,7 +332,7 @@ async def refuse(call: Call, error: Exception) -> Response:
 def listen(place: str) -> socket.socket:
     """Listens on HOST:PORT. ValueError if that cannot be."""
     host, _, port = place.rpartition(":")
-    if not port.isdigit():
+    if not host or not port.isdecimal():  # without a host it would be open to all machines
         raise ValueError(f"--serve {place}: give HOST:PORT, such as 127.0.0.1:8000")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

@@ -68,7 +68,9 @@ TEXT, FLAG = Kind("a text", is_text), Kind("true or false", lambda x: isinstance
 TEXTS = Kind("a text or a list of texts", lambda x: is_text(x) or are_texts(x))
 STOPS = Kind(  # each is searched for at every token
     "a text of at most 1000 characters, or a list of at most 16",
-    lambda x: TEXTS.holds(x) and len(list_of(x)) <= 16 and max(map(len, list_of(x))) <= 1000,
+    lambda x: (
+        x == [] or (TEXTS.holds(x) and len(list_of(x)) <= 16 and max(map(len, list_of(x))) <= 1000)
+    ),
 )
 PROMPT = Kind(
     "a text, a list of texts, a list of ids, or a list of lists of ids",
@@ -165,6 +167,8 @@ def prompts_of(served: Served, kind: str, given: dict[str, Any]) -> list[list[in
     session, tok = served.session, served.tok
     vocab_size = session.model.config.vocab_size
     if kind == "chat":
+        if len(given["messages"]) > session.capacity:
+            raise Refused(f"more messages than the cache's {session.capacity} tokens", "messages")
         texts: Any = [[plain(message) for message in given["messages"]]]
         sizes = [sum(len(message["content"]) for message in texts[0])]
     else:

@@ -160,7 +160,9 @@ def encode(tok: Tokenizer, text: str) -> list[int]:
 
 def _ids(tok: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     try:
-        ids = list(tok.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # In a batch, because `encode` would let no other thread run until it is done.
+        (encoding,) = tok.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids = list(encoding.ids)
     except TypeError as error:  # bytes that are not UTF-8 reach Python as surrogates
         raise ValueError("the prompt is not valid Unicode text; give it as UTF-8") from error
     if images := tok.image_ids.intersection(ids):
