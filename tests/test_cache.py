@@ -180,6 +180,13 @@ def test_an_empty_cache_is_one_that_append_takes(dtype, H):
     assert jax.tree.map(jnp.shape, grown) == jax.tree.map(jnp.shape, empty)
 
 
+def test_a_dtype_may_be_named_and_must_be_one_that_a_cache_holds():
+    for make in (lambda x: empty_cache((2, 1, 8, 16), x), lambda x: empty_latent((2, 8, 16), x)):
+        assert make("int8").k_scale is not None and make("bfloat16").k_scale is None
+        with pytest.raises(ValueError, match="a cache holds floats or int8, not int4"):
+            make("int4")
+
+
 # ---- a ring
 
 

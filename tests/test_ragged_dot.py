@@ -205,6 +205,7 @@ def test_the_result_has_the_dtype_that_is_asked_for(implementation):
     inputs, want = make(case)
     y = run(inputs, implementation, out_dtype=F32)
     assert y.dtype == F32
+    assert run(inputs, implementation, out_dtype="bfloat16").dtype == BF16
     # A result in float32 is not rounded. It would be less exact if the upcast bfloat16 weight were
     # scaled before the product.
     assert_close(y, want, rtol=F32_RTOL)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from common import cache
 from common.serving import kept, prefixes
+from common.serving import score as scoring
 from common.serving import serve as serving
 from common.serving import session as sessions
 from common.serving.load import Model
@@ -393,6 +394,39 @@ def test_what_is_given_up_while_it_waits_is_forgotten():
         cancel(session, submit(session, Request([1, 2, 3], 5)))
     step(session)
     assert len(session.waiting) <= waiting and len(session.works) == 9
+
+
+@pytest.mark.parametrize("ids", [[1, 10**6], [-1], [2**31]])
+def test_ids_that_are_not_in_the_vocabulary_are_refused(ids):
+    session = open_session("gpt2")
+    with pytest.raises(ValueError, match="the prompt has an id that is not in"):
+        submit(session, Request(ids, 1))
+    with pytest.raises(ValueError, match="prompt 2 has an id that is not in"):
+        next(serve(session, [Request([1], 1), Request(ids, 1)]))
+    assert not is_busy(session)
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (dict(capacity=10**6), "the model's context, not 1000000"),
+        (dict(capacity=0), "the model's context, not 0"),
+        (dict(draft="luck"), "draft 'luck' is neither"),
+        (dict(reuse_multiple=0), "reuse_multiple must be at least 1"),
+        (dict(dtype="int4"), "floats or int8, not int4"),
+    ],
+)
+def test_a_session_that_cannot_be_is_refused(options, told):
+    with pytest.raises(ValueError, match=told):
+        start_session(model_of("gpt2"), 4, **(dict(capacity=16) | options))
+
+
+def test_log_probabilities_of_a_long_text_are_computed_in_pieces(monkeypatch):
+    ids = pool("gpt2")[5].prompt
+    whole = np.asarray(log_probabilities(model_of("gpt2"), ids))
+    monkeypatch.setattr(scoring, "APPENDED", 7)
+    pieces = np.asarray(log_probabilities(model_of("gpt2"), ids))
+    np.testing.assert_allclose(pieces, whole, atol=1e-4)
 
 
 @pytest.mark.parametrize(

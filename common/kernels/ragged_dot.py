@@ -79,7 +79,7 @@ def ragged_dot(
     if isinstance(w_EOI, Rowwise) and w_EOI.scale.shape[1:-1] == (1,):  # a part of a sharded stack
         w_EOI = w_EOI._replace(scale=w_EOI.scale[:, 0])
     _check(x_MI, w_EOI, group_sizes_E, bias_EO)
-    dtype = out_dtype or x_MI.dtype
+    dtype = jnp.dtype(out_dtype or x_MI.dtype)
     named = dict(reference=_reference, blocked=_blocked)
     plain = {name: partial(f, out_dtype=dtype) for name, f in named.items()}
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from common.cache import APPENDED
 from common.kernels.dispatch import AUTO, KERNEL_FREE
 from common.sampling import Scores, sample, scores
 from common.serving.load import Model, cache_dtype
@@ -99,7 +100,10 @@ def log_probabilities(model: Model, ids: Sequence[int]) -> jax.Array:
     spec = NamedSharding(mesh, model.module.STATE_SPEC.cache)
     cache = jax.jit(lambda: make().cache, out_shardings=spec)()
     tokens_BT = np.tile(np.asarray(ids, np.int32), (rows, 1))  # a slot for each data shard
-    end_B = np.full(rows, len(ids), np.int32)
-    static: Any = dict(config=model.config, mesh=mesh)
-    scores, _ = logits(model.module, model.weights, cache, tokens_BT, end_B, **static)
-    return jax.nn.log_softmax(jnp.asarray(scores[0]))
+    static, parts = dict(config=model.config, mesh=mesh), list[Any]()
+    for i in range(0, len(ids), APPENDED):  # a ring takes no more at once
+        part_BT = tokens_BT[:, i : i + APPENDED]
+        end_B = np.full(rows, i + part_BT.shape[1], np.int32)
+        scores, cache = logits(model.module, model.weights, cache, part_BT, end_B, **static)
+        parts.append(scores[0])
+    return jax.nn.log_softmax(jnp.concatenate(parts))

@@ -51,7 +51,8 @@ LEAST_COST = PROMPT_CHUNK // 4  # a read of fewer tokens takes as long: it reads
 def submit(session: Session, request: Request) -> int:
     """Adds a request. Returns its number, which its events carry. ValueError if it cannot be
     served."""
-    check_request(request, session.capacity, session.model.config.max_position_embeddings)
+    config, known = session.model.config, session.model.config.vocab_size
+    check_request(request, session.capacity, config.max_position_embeddings, vocab_size=known)
     if request.logprobs is not None and not session.logprobs:
         raise ValueError("this session gives no log-probabilities")
     session.began = session.began or time.perf_counter()
@@ -256,9 +257,9 @@ def end_of(session: Session, work: Work, event: Event) -> Event:
 def serve(session: Session, requests: Sequence[Request]) -> Generator[Event, None, None]:
     """Yields the tokens of all requests as they are made, in a session that has no others. An
     event's `request` is an index into `requests`. ValueError if a request cannot be served."""
-    limit = session.model.config.max_position_embeddings
+    limit, known = session.model.config.max_position_embeddings, session.model.config.vocab_size
     for i, request in enumerate(requests):
-        check_request(request, session.capacity, limit, f"prompt {i + 1}")
+        check_request(request, session.capacity, limit, f"prompt {i + 1}", known)
     numbers = {submit(session, request): i for i, request in enumerate(requests)}
     try:
         while is_busy(session):

@@ -229,9 +229,16 @@ def start_session(
     models, mesh, rows = [model], model.mesh, model.mesh.shape[DATA]
     if slots < 1 or slots % rows:
         raise ValueError(f"{slots} slots cannot be split evenly over data={rows}")
+    limit = model.config.max_position_embeddings
+    if not 1 <= capacity <= limit:
+        raise ValueError(f"a slot has 1 to {limit} positions, the model's context, not {capacity}")
+    if reuse_multiple < 1:
+        raise ValueError(f"reuse_multiple must be at least 1, got {reuse_multiple}")
     if isinstance(draft, Model):
         drafts.check_fits(model, draft)
         models.append(draft)
+    elif draft not in (None, "lookup", "auto"):
+        raise ValueError(f"draft {draft!r} is neither a model nor one of lookup, auto")
     dtype = cache_dtype(model.dtype, model.on_cpu) if dtype is None else jnp.dtype(dtype)
     if implementation == AUTO and model.on_cpu:
         implementation = Impl.BLOCKED
@@ -279,10 +286,16 @@ def buckets(count: int) -> list[int]:
     return [PROMPT_CHUNK] * whole + [last] * (rest > 0)
 
 
-def check_request(request: Request, capacity: int, limit: int, name: str = "the prompt") -> None:
+def check_request(
+    request: Request,
+    capacity: int,
+    limit: int,
+    name: str = "the prompt",
+    vocab_size: int | None = None,
+) -> None:
     """ValueError if a request cannot be served in a slot of `capacity` positions, by a model with a
-    context of `limit` tokens."""
-    if not request.prompt:
+    context of `limit` tokens and, if that is given, so many tokens in its vocabulary."""
+    if len(request.prompt) == 0:
         raise ValueError(f"{name} is empty")
     if request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
@@ -290,6 +303,8 @@ def check_request(request: Request, capacity: int, limit: int, name: str = "the 
         raise ValueError(f"{name} has {n} tokens, but the model's context has {limit}")
     if n > capacity:
         raise ValueError(f"{name} has {n} tokens, over the cache's {capacity} (see --max-len)")
+    if vocab_size is not None and not all(0 <= i < vocab_size for i in request.prompt):
+        raise ValueError(f"{name} has an id that is not in [0, {vocab_size})")
     if request.logprobs is not None and not 0 <= request.logprobs <= LIKELIEST:
         raise ValueError(f"logprobs must be in [0, {LIKELIEST}], got {request.logprobs}")
     check_sampling(*request.sampling)
