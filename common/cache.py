@@ -67,6 +67,14 @@ class RowCache(NamedTuple):
 LayerCache = KVCache | RowCache
 
 
+def checked(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype of a cache, by any name. ValueError unless that is a float or int8."""
+    dtype = jnp.dtype(dtype)
+    if not (jnp.issubdtype(dtype, jnp.floating) or dtype == jnp.int8):
+        raise ValueError(f"a cache holds floats or int8, not {dtype}")
+    return dtype
+
+
 def empty_cache(
     shape_BKSH: tuple[int, int, int, int],
     dtype: DTypeLike,
@@ -76,7 +84,7 @@ def empty_cache(
 ) -> LayerCache:
     """An empty layer: a `RowCache` if the width of a head is no multiple of 128; a `Ring` if a
     query sees only its window or its chunk, and S is larger than that takes."""
-    (B, K, S, H), dtype = shape_BKSH, held(dtype)
+    (B, K, S, H), dtype = shape_BKSH, checked(dtype)
     ring = None
     if (reach := window or chunk) is not None:
         # A lap of the ring is a whole number of chunks.
@@ -89,18 +97,10 @@ def empty_cache(
     return KVCache(k, v, scale(), scale(), ring)
 
 
-def held(dtype: DTypeLike) -> jnp.dtype:
-    """The dtype of a cache, by any name. ValueError unless that is a float or int8."""
-    dtype = jnp.dtype(dtype)
-    if not (jnp.issubdtype(dtype, jnp.floating) or dtype == jnp.int8):
-        raise ValueError(f"a cache holds floats or int8, not {dtype}")
-    return dtype
-
-
 def empty_latent(shape_BSC: tuple[int, int, int], dtype: DTypeLike) -> RowCache:
     """An empty layer of latent vectors, which all heads share. Their C numbers are padded to the
     next multiple of 128, which is the memory that they take on a TPU anyway (see `RowCache`)."""
-    (B, S, C), dtype = shape_BSC, held(dtype)
+    (B, S, C), dtype = shape_BSC, checked(dtype)
     C = round_up(C, LANES)
     scale = jnp.zeros((B, 1, S), jnp.float32) if dtype == jnp.int8 else None
     return RowCache(jnp.zeros((B, 1, S, C), dtype), scale, None)

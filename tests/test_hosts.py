@@ -3,6 +3,7 @@ report errors before they load, and when one ends, all end."""
 
 import contextlib
 import http.client
+import importlib
 import json
 import os
 import shutil
@@ -18,9 +19,9 @@ from engine import ENVIRONMENT, ROOT
 from families import FAMILIES
 from test_families import fixtures, meshes
 
-from common.command.arguments import read_host_options
+from common.command.arguments import parser, read_host_options
 from common.machines import cluster
-from common.machines.preflight import differences
+from common.machines.preflight import differences, report
 from common.sharding import parse_mesh
 
 EMBEDDED = ROOT / "llama3" / "embedded"
@@ -270,6 +271,12 @@ def test_process_0_that_does_not_come_is_named_with_its_address(start):
     command = ["-m", "llama3.main", "--coordinator", where, "--join-timeout", "3"]
     ((line,),) = refused([start([*command, "--process", "1/2"])])
     assert line.startswith(f"error: process 0 of 2 did not answer at {where} within 3 s (")
+
+
+def test_what_is_told_to_other_processes_has_no_key():
+    args = parser("llama3").parse_args(["--serve", "127.0.0.1:1", "--api-key", "secret"])
+    told = report(importlib.import_module("llama3.model"), args)
+    assert "--seed" in told and "secret" not in told.values()
 
 
 def test_all_that_differs_is_said_a_line_each_on_every_process(pair, tmp_path):

@@ -308,7 +308,7 @@ def test_biases_that_gptq_adds_must_be_zeros(tmp_path, bias):
 
 
 def test_modules_that_gptq_leaves_out_are_plain():
-    hf = changed("packed_gptq", dynamic={r"-:model\.layers\.1\.mlp": {}})
+    hf = changed("packed_gptq", dynamic={r"-:model\.layers\.1\.mlp": {}}, hyb_act=False)
     model = model_of("llama3")
     layout = by_path(declare(model, model.config_from_hf(hf))[0])
     assert layout["layers.1.w_up"].published is None

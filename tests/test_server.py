@@ -474,6 +474,7 @@ def test_a_wrong_request_gets_one_sentence(server, body, told):
         ([dict(role="assistant", content="", tool_calls=[{}])], "tool_calls is not supported"),
         ([dict(role="user")], "must be text"),
         ([], "messages must be a list of messages"),
+        ([dict(role="user", content="")] * 5000, "more messages than the cache's 512 tokens"),
         ([dict(role="user", content="".join(map(chr, range(0xE000, 0xF900))))], "private-use"),
     ],
     ids=lambda x: str(x)[:60].encode("ascii", "replace").decode(),

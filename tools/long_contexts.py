@@ -49,7 +49,7 @@ from common.machines.hlo import (  # noqa: E402
     trips,
 )
 from common.quant import INT8  # noqa: E402
-from common.sharding import make_mesh, parse_mesh  # noqa: E402
+from common.sharding import make_mesh, parse_mesh, round_up  # noqa: E402
 from tools.kernel_cycles import ask_for_code, bundles_of_a_block  # noqa: E402
 
 CHUNK, PROMPT, FILLED = 512, 8192, 65_536  # tokens
@@ -217,11 +217,6 @@ def print_filled(folder: Path) -> None:
             )
 
 
-def wide(n: int) -> int:
-    """How many of a matrix unit's rows or columns n numbers take."""
-    return -(-n // 128) * 128
-
-
 def attention_cycles(row: Row, capacity: int, folder: Path) -> tuple[float, float]:
     """The cycles in which the kernel lets a chunk's queries see FILLED positions, in all layers of
     the row that do, as counted in its machine code in `folder`; and the least that its products
@@ -233,10 +228,11 @@ def attention_cycles(row: Row, capacity: int, folder: Path) -> tuple[float, floa
     heads = config.num_attention_heads // math.prod(parse_mesh(row.axes).values())
     if "qk_nope_head_dim" in config._fields:
         made = config.qk_nope_head_dim + config.v_head_dim  # of a latent, for each head
-        products = CHUNK * (made + wide(config.qk_rope_head_dim)) + made * config.kv_lora_rank
+        seen = made + round_up(config.qk_rope_head_dim, 128)
+        products = CHUNK * seen + made * config.kv_lora_rank
         groups = heads  # which have keys of their own
     else:
-        products = CHUNK * 2 * wide(config.head_dim)
+        products = CHUNK * 2 * round_up(config.head_dim, 128)
         groups = max(1, heads * config.num_key_value_heads // config.num_attention_heads)
     queries, block = block_sizes(CHUNK, heads // groups, capacity)
     blocks = layers * groups * (CHUNK // queries) * FILLED // block

@@ -90,7 +90,7 @@ def open_draft(module: ModuleType, args: argparse.Namespace, model: Model) -> Mo
         return None if args.draft == "mtp" else args.draft
     family, _, ckpt = args.draft.rpartition(":")
     try:
-        if family and not family.isidentifier():
+        if family and not family.isidentifier():  # such as "."
             raise ModuleNotFoundError
         if family:
             module = importlib.import_module(f"{family}.model")
@@ -142,9 +142,8 @@ def plan_prompts(model: Model, args: argparse.Namespace, texts: list[str]) -> tu
     ids = [encode_prompt(model, args, text) for text in texts]
     requests = [make_request(args, model.tokenizer, x, i) for i, x in enumerate(ids)]
     sizes = sizes_for(model, args, max(map(len, ids)) + args.max_new_tokens, len(texts))
-    limit = model.config.max_position_embeddings
     for i, request in enumerate(requests):
-        check_request(request, sizes.capacity, limit, f"prompt {i + 1}")
+        check_request(request, sizes.capacity, model.config, f"prompt {i + 1}")
     return Job(texts, requests), sizes
 
 
@@ -158,7 +157,7 @@ def plan_later(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
     need, rows = min(model.config.max_position_embeddings, 4096), model.mesh.shape[DATA]
     sizes = sizes_for(model, args, need, rows if args.chat else 8)
     request = make_request(args, tok, [0], 0)
-    check_request(request, sizes.capacity, sizes.capacity)
+    check_request(request, sizes.capacity, model.config)
     return Job([], []), sizes
 
 
@@ -213,7 +212,9 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(
             "--chat reads standard input, so give no --json, --raw, --prompt or --prompts"
         )
-    if args.serve is not None:
+    if args.serve == "":
+        raise ValueError("--serve: give HOST:PORT, such as 127.0.0.1:8000")
+    if args.serve:
         refuse(args, UNUSED_WHEN_SERVING, "does not go with --serve")
     else:
         refuse(args, OF_SERVE, "goes with --serve only")
@@ -368,8 +369,7 @@ def run(
     if group:
         agree(group, module, args)
     configure_jax(axes, not args.no_compile_cache, group)
-    serves = args.serve is not None
-    listener = open_listener(args) if serves and jax.process_index() == 0 else None
+    listener = open_listener(args) if args.serve and jax.process_index() == 0 else None
     texts = [] if args.chat or args.serve else read_prompts(args)
     model = open_from(module, args, len(texts) or (8 if args.serve else 1))
     check_all_used(model.mesh)

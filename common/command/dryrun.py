@@ -178,10 +178,10 @@ def as_json(run: DryRun) -> dict[str, Any]:
 def print_dry_runs(module: ModuleType, args: argparse.Namespace) -> None:
     """Runs --dry-run: checks everything, compiles, and prints the figures to stdout."""
     hosts = [int(n) for n in (t.partition("cpu:")[2] for t in args.dry_run) if n.isdecimal()]
-    if hosts and (count := max(1, *hosts)) > MOST_CPU_DEVICES:
-        raise ValueError(f"'cpu:{count}': a host can stand for {MOST_CPU_DEVICES} devices at most")
     if hosts:
-        jax.config.update("jax_num_cpu_devices", max(1, *hosts))
+        if (n := max(1, *hosts)) > MOST_CPU_DEVICES:
+            raise ValueError(f"'cpu:{n}': a host can stand for {MOST_CPU_DEVICES} devices at most")
+        jax.config.update("jax_num_cpu_devices", n)
     plans = [
         (plan := plan_of(module, args, topology), place(plan, topology, axes))
         for topology in args.dry_run

@@ -19,7 +19,7 @@ from common.sharding import axes_of
 
 # Options that may differ: they say where things are, and which process this is.
 OWN = {"ckpt", "prompts", "profile", "distributed", "coordinator", "process", "join_timeout"}
-OWN |= {"api_key"}  # process 0 alone needs it, and it is a secret
+OWN |= {"api_key"}  # a secret, which process 0 alone needs
 
 Report = dict[str, str | None]  # values by name; None if this process cannot say
 

@@ -62,16 +62,18 @@ def list_of(x: Any) -> Any:
     return [x] if is_text(x) else x
 
 
+def are_stops(x: Any) -> bool:
+    """Each stop text is searched for at every token, so they are short and few."""
+    texts = list_of(x)
+    few = isinstance(texts, list) and len(texts) <= 16
+    return few and all(is_text(text) and len(text) <= 1000 for text in texts)
+
+
 is_text, is_object = lambda x: isinstance(x, str), lambda x: isinstance(x, dict)
 are_ids, are_texts = all_of(lambda x: type(x) is int), all_of(is_text)
 TEXT, FLAG = Kind("a text", is_text), Kind("true or false", lambda x: isinstance(x, bool))
 TEXTS = Kind("a text or a list of texts", lambda x: is_text(x) or are_texts(x))
-STOPS = Kind(  # each is searched for at every token
-    "a text of at most 1000 characters, or a list of at most 16",
-    lambda x: (
-        x == [] or (TEXTS.holds(x) and len(list_of(x)) <= 16 and max(map(len, list_of(x))) <= 1000)
-    ),
-)
+STOPS = Kind("a text of at most 1000 characters, or a list of at most 16", are_stops)
 PROMPT = Kind(
     "a text, a list of texts, a list of ids, or a list of lists of ids",
     lambda x: TEXTS.holds(x) or are_ids(x) or all_of(are_ids)(x),
@@ -165,7 +167,6 @@ def served_by(session: Session, name: str, most: int) -> Served:
 def prompts_of(served: Served, kind: str, given: dict[str, Any]) -> list[list[int]]:
     """Encodes what is asked. What cannot fit is refused first, as encoding takes long."""
     session, tok = served.session, served.tok
-    vocab_size = session.model.config.vocab_size
     if kind == "chat":
         if len(given["messages"]) > session.capacity:
             raise Refused(f"more messages than the cache's {session.capacity} tokens", "messages")
@@ -186,8 +187,6 @@ def prompts_of(served: Served, kind: str, given: dict[str, Any]) -> list[list[in
         ]
     except ValueError as error:
         raise Refused(str(error)) from None
-    if not all(0 <= i < vocab_size for prompt in ids for i in prompt):
-        raise Refused(f"the prompt has an id that is not in [0, {vocab_size})", "prompt")
     return ids
 
 
@@ -212,7 +211,6 @@ class Asked(NamedTuple):
 def ask(served: Served, kind: str, body: Any) -> Asked:
     """Reads a request. Refused if it cannot be served."""
     given, session, tok = fields_of(kind, body), served.session, served.tok
-    limit = session.model.config.max_position_embeddings
     if given.get("model", served.name) != served.name:
         raise Refused(f"the model here is {served.name}", "model", 404)
     get, echo, n = given.get, given.get("echo", False), given.get("n", 1)
@@ -239,7 +237,7 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
             echo=echo and wanted is not None,
         )
         try:
-            check_request(request, session.capacity, limit)
+            check_request(request, session.capacity, session.model.config)
         except ValueError as error:
             raise Refused(str(error)) from None
         seed = get("seed", secrets.randbits(32))

@@ -51,8 +51,7 @@ LEAST_COST = PROMPT_CHUNK // 4  # a read of fewer tokens takes as long: it reads
 def submit(session: Session, request: Request) -> int:
     """Adds a request. Returns its number, which its events carry. ValueError if it cannot be
     served."""
-    config, known = session.model.config, session.model.config.vocab_size
-    check_request(request, session.capacity, config.max_position_embeddings, vocab_size=known)
+    check_request(request, session.capacity, session.model.config)
     if request.logprobs is not None and not session.logprobs:
         raise ValueError("this session gives no log-probabilities")
     session.began = session.began or time.perf_counter()
@@ -210,7 +209,7 @@ def add(session: Session, work: Work, new: Any, row: int) -> list[Event]:
         count(session, work, drafts=len(drafted_T) - 1)
     for t, token in enumerate(tokens):
         is_first = not work.made
-        count(session, work, right=min(t, 1))  # the token before it was a draft, or t is 0
+        count(session, work, right=min(t, 1))  # unless t is 0, it follows a draft that was right
         work.tokens.append(token)
         stats.decode_tokens += not is_first
         event = end_of(session, work, Event(work.number, token, counts=work.counts))
@@ -257,9 +256,8 @@ def end_of(session: Session, work: Work, event: Event) -> Event:
 def serve(session: Session, requests: Sequence[Request]) -> Generator[Event, None, None]:
     """Yields the tokens of all requests as they are made, in a session that has no others. An
     event's `request` is an index into `requests`. ValueError if a request cannot be served."""
-    limit, known = session.model.config.max_position_embeddings, session.model.config.vocab_size
     for i, request in enumerate(requests):
-        check_request(request, session.capacity, limit, f"prompt {i + 1}", known)
+        check_request(request, session.capacity, session.model.config, f"prompt {i + 1}")
     numbers = {submit(session, request): i for i, request in enumerate(requests)}
     try:
         while is_busy(session):

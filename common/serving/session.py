@@ -286,15 +286,10 @@ def buckets(count: int) -> list[int]:
     return [PROMPT_CHUNK] * whole + [last] * (rest > 0)
 
 
-def check_request(
-    request: Request,
-    capacity: int,
-    limit: int,
-    name: str = "the prompt",
-    vocab_size: int | None = None,
-) -> None:
-    """ValueError if a request cannot be served in a slot of `capacity` positions, by a model with a
-    context of `limit` tokens and, if that is given, so many tokens in its vocabulary."""
+def check_request(request: Request, capacity: int, config: Any, name: str = "the prompt") -> None:
+    """ValueError if a model with this config cannot serve a request in a slot of `capacity`
+    positions."""
+    limit, vocab_size = config.max_position_embeddings, config.vocab_size
     if len(request.prompt) == 0:
         raise ValueError(f"{name} is empty")
     if request.max_new_tokens < 1:
@@ -303,7 +298,7 @@ def check_request(
         raise ValueError(f"{name} has {n} tokens, but the model's context has {limit}")
     if n > capacity:
         raise ValueError(f"{name} has {n} tokens, over the cache's {capacity} (see --max-len)")
-    if vocab_size is not None and not all(0 <= i < vocab_size for i in request.prompt):
+    if not all(0 <= i < vocab_size for i in request.prompt):
         raise ValueError(f"{name} has an id that is not in [0, {vocab_size})")
     if request.logprobs is not None and not 0 <= request.logprobs <= LIKELIEST:
         raise ValueError(f"logprobs must be in [0, {LIKELIEST}], got {request.logprobs}")

@@ -83,15 +83,13 @@ def load_tiktoken(file: Path, added: Any) -> tokenizers.Tokenizer:
     backend.decoder = decoders.ByteLevel()
     ids = range(len(ranks), len(ranks) + SPECIAL)
     try:
-        named = [added.get(str(i), {}) for i in ids]
-        texts = [
-            x.get("content", f"<|reserved_token_{i}|>") for i, x in zip(ids, named, strict=True)
-        ]
-        for text, x in zip(texts, named, strict=True):
-            # Others than special ones, such as <think>, belong to the text.
-            is_special = x.get("special", True)
+        texts = []
+        for i in ids:
+            named = added.get(str(i), {})
+            texts.append(named.get("content", f"<|reserved_token_{i}|>"))
+            is_special = named.get("special", True)  # others, such as <think>, belong to the text
             add = backend.add_special_tokens if is_special else backend.add_tokens
-            add([AddedToken(text, normalized=False, special=is_special)])
+            add([AddedToken(texts[-1], normalized=False, special=is_special)])
         made = [backend.token_to_id(text) for text in texts]
     except (AttributeError, TypeError, UnicodeEncodeError):
         raise ValueError(
