@@ -4,6 +4,7 @@ and three tiny tokenizers."""
 import json
 import re
 import shutil
+import threading
 import time
 from datetime import datetime
 from pathlib import Path
@@ -65,6 +66,16 @@ def one_line(error):
 
 
 # Encoding and decoding
+
+
+def test_other_threads_run_while_a_long_text_is_encoded():
+    text, turns = "the cat sat on the mat. " * 100_000, 0
+    encoding = threading.Thread(target=tk.encode, args=(LLAMA3, text))
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 10
 
 
 @pytest.mark.parametrize("name", IDS["raw"])

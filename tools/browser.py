@@ -134,8 +134,10 @@ def main() -> None:
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     try:
-        while not (found := re.search(r"http://\S+:\d+", server.stderr.readline())):
-            assert server.poll() is None, "the server did not start"
+        while not (found := re.search(r"http://\S+:\d+", line := server.stderr.readline())):
+            if not line:  # it has ended
+                raise SystemExit(server.wait())
+            sys.stderr.write(line)
         with browser() as page:
             page.look(720, 560)
             page.open(found[0])

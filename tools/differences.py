@@ -4,6 +4,7 @@ definition. Also renumbers the links to lines of code in the READMEs and in docs
     python tools/differences.py
 """
 
+import argparse
 import ast
 import difflib
 import re
@@ -117,6 +118,7 @@ def reranged(page: Path) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()
     PAGE.write_text(page(FAMILIES), encoding="utf-8")
     for family in SHOWN:
         readme = ROOT / family / "README.md"

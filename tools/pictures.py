@@ -6,6 +6,7 @@ Each picture is a function that returns a list of shapes. Their numbers come fro
 the published configurations in shapes.py, and from the functions that the models call.
 """
 
+import argparse
 import ast
 import importlib
 import math
@@ -662,6 +663,7 @@ PICTURES = {
 }
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()
     FOLDER.mkdir(exist_ok=True)
     for name, draw in PICTURES.items():
         (FOLDER / f"{name}.svg").write_text(svg(draw()), encoding="utf-8")
