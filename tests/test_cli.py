@@ -280,6 +280,16 @@ def test_help_names_every_option_and_gives_examples(capsys):
     assert "examples:" in text
 
 
+def test_what_the_devices_refuse_is_one_line(monkeypatch, capsys):
+    def run(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nand a page more")
+
+    monkeypatch.setattr(cli, "run", run)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(model, [])
+    assert capsys.readouterr().err == "error: RESOURCE_EXHAUSTED: Out of memory\n"
+
+
 LONG = " ".join(["prologue"] * 400)
 
 

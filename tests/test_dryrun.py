@@ -421,6 +421,10 @@ def test_several_topologies_and_meshes_are_one_table(shape):
     assert all(line[-1].endswith(", fits") for line in lines)
 
 
+def test_a_topology_of_cpus_has_as_many_devices_as_it_says():
+    assert [len(devices_of(name)) for name in ("cpu", "cpu:1", "cpu:2", "cpu:8")] == [1, 1, 2, 8]
+
+
 @functools.cache
 def tiny_as_json():
     """Returns the dry run of llama3's embedded model, on a mesh that the command chose."""
@@ -463,6 +467,9 @@ def test_the_room_that_is_said_is_used_up_by_as_much():
         (["--ckpt", "llama9"], "'llama9' is neither a config.json, a directory, nor one of"),
         (["--dry-run", "v9:2x2"], "'v9:2x2' is unknown: give one of v4, v5e"),
         (["--dry-run", "v5e:9x9"], "'v5e:9x9': "),
+        (["--dry-run", "v5e:0x0"], "'v5e:0x0': each side of a slice has 1 to 16 chips"),
+        (["--dry-run", "v6e:32x32"], "'v6e:32x32': each side of a slice has 1 to 16 chips"),
+        (["--dry-run", "cpu:0"], "'cpu:0': this host stands for 1 to 1 devices"),
         (["--dry-run", "cpu:9999999"], "'cpu:9999999': a host can stand for 1024 devices at most"),
         (["--dry-run", "h100:9"], "'h100:9' is not h100:1 to h100:8"),
         (["--dry-run", "v5e:2x2", "--mesh", "tensor=8"], "tensor=8 needs 8 devices, but only 4"),

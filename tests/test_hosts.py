@@ -377,20 +377,59 @@ def test_a_conversation_is_refused(pair):
     assert lines == [["error: --chat talks to one process, and here are several"]] * 2
 
 
+STRANGERS = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b'{"hello": 5}\n',
+    b'{"hello": [[1], 2, "x"]}\n',
+    b"[" * 5000,
+]
+
+
 @pytest.mark.full
-def test_a_stranger_on_the_port_of_process_0_is_ignored(start):
+def test_strangers_on_the_port_of_process_0_are_ignored(start):
     port = free_port()
     where = ["--coordinator", f"127.0.0.1:{port}", "--join-timeout", "6"]
     process = start(["-m", "llama3.main", *where, "--process", "0/2"])
-    while process.poll() is None:
+    strangers = [*STRANGERS]
+    while strangers and process.poll() is None:
         try:
             with socket.create_connection(("127.0.0.1", port)) as s:
-                s.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            break
+                s.sendall(strangers[-1])
+            strangers.pop()
         except ConnectionRefusedError:
             time.sleep(0.05)
+    with socket.create_connection(("127.0.0.1", port)) as slow:
+        while process.poll() is None:
+            with contextlib.suppress(OSError):
+                slow.sendall(b" ")
+            time.sleep(0.5)
     ((line,),) = refused([process])
     assert "process 1 of 2 did not come within 6 s" in line
+
+
+@pytest.mark.full
+def test_a_port_on_which_another_program_listens_is_named(start):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        at = f"127.0.0.1:{silent.getsockname()[1]}"
+        where = ["--coordinator", at, "--process", "1/2", "--join-timeout", "3"]
+        ((line,),) = refused([start(["-m", "llama3.main", *where])])
+    assert f"what listens at {at} does not answer as process 0 of 2 would" in line
+
+
+AS_ON_ACCELERATORS = """
+from common.command import cli, memory
+from llama3 import model
+memory.memory_of = lambda device: (device.memory_stats() or {}).get("bytes_limit")
+cli.main(model)
+"""
+
+
+@pytest.mark.full
+def test_each_process_asks_a_device_of_its_own_for_its_memory(start):
+    where = ["--coordinator", f"127.0.0.1:{free_port()}", "--mesh", "tensor=4", "--prompt", "KING."]
+    code = ["-c", AS_ON_ACCELERATORS, *where, "--max-new-tokens", "4"]
+    both = ends([start([*code, "--process", f"{i}/2"]) for i in range(2)])
+    assert [code for code, _, _ in both] == [0, 0]
 
 
 # ---- none outlives another

@@ -32,7 +32,7 @@ from common.command.environment import check_xla_flags, configure_jax, open_stre
 from common.command.memory import check_memory
 from common.loading.checkpoint import progress_bar
 from common.machines.bandwidth import experts_read, parallel_readers, read_bandwidth, step_bytes
-from common.machines.hosts import Group, joined, tell
+from common.machines.hosts import Group, joined, tell, verdict
 from common.machines.preflight import check_all_used, report
 from common.serving.drafts import check_fits
 from common.serving.load import Model, open_model, read_weights
@@ -319,8 +319,9 @@ def mistakes_on_one_line() -> Iterator[None]:
         sys.exit(0)
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, OSError) as error:
-        sys.stderr.write("".join(f"error: {cut(line)}\n" for line in str(error).splitlines()))
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+        _, lines = verdict(error)
+        sys.stderr.write("".join(f"error: {cut(line)}\n" for line in lines))
         try:
             sys.stdout.flush()
         except OSError:  # this may have been the mistake

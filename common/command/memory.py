@@ -30,7 +30,7 @@ def check_memory(models: Sequence[Model], slots: int, capacity: int, dtype: DTyp
     """ValueError if the weights and the caches of models that share a mesh need more memory than
     the devices have."""
     mesh = models[0].mesh
-    device, rows = mesh.devices.flat[0], mesh.shape[DATA]
+    device, rows = mesh.local_devices[0], mesh.shape[DATA]  # others cannot be asked from here
     if (have := memory_of(device)) is None:
         return
     each: Any = dict(slots=rows, capacity=capacity, cache_dtype=dtype)

@@ -41,6 +41,7 @@ CHIPS = {
     # Stands for an unknown machine: endless memory, and links that are no bottleneck.
     "cpu": Chip(UNKNOWN, 50e9, 1e12, 50e9),
 }
+LONGEST = {"v5e": 16, "v6e": 16}  # side of a slice; libtpu ends the process at a longer one
 # By the beginning of `device_kind`; the longer ones come first.
 KINDS = {
     "TPU v4": "v4",
@@ -96,7 +97,10 @@ def devices_of(topology: str) -> Sequence[Any]:
     host's ("cpu:8"). ValueError, in one line, if nothing here can compile for them."""
     name, _, size = topology.partition(":")
     if name == "cpu" and re.fullmatch(r"\d*", size):
-        return jax.devices("cpu")
+        there, count = jax.devices("cpu"), int(size or 1)
+        if not 1 <= count <= len(there):
+            raise ValueError(f"{topology!r}: this host stands for 1 to {len(there)} devices")
+        return there[:count]
     from jax.experimental import topologies
 
     options: dict[str, Any] = {}
@@ -107,6 +111,9 @@ def devices_of(topology: str) -> Sequence[Any]:
         options = dict(platform="cuda", topology=f"1x1x{size or 1}", target_config=H100)
     elif name in CHIPS:
         need("libtpu", topology, "tpu")
+        sides, longest = [int(n) for n in re.findall(r"\d+", size)], LONGEST.get(name, 1 << 10)
+        if not all(1 <= side <= longest for side in sides):
+            raise ValueError(f"{topology!r}: each side of a slice has 1 to {longest} chips")
         for variable, value in TPU_ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         options = dict(platform="tpu")

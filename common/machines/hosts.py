@@ -2,14 +2,15 @@
 long work, and end together.
 
 Each process connects to process 0 by TCP before `jax.distributed` starts, and stays connected until
-all are done. Their messages are lines of JSON: "hello" (who I am), "report" (what I have), "go"
-(all have the same, and these are the prompts), "done", and "end" (stop, with this exit code and
-these lines). If a connection closes without "done", the process has died. JAX itself would notice
-only after minutes, or abort with a page of its own messages.
+all are done. Their messages are lines of JSON: "hello" (who I am), "welcome" (I am process 0),
+"report" (what I have), "go" (all have the same, and these are the prompts), "done", and "end"
+(stop, with this exit code and these lines). If a connection closes without "done", the process has died.
+JAX itself would notice only after minutes, or abort with a page of its own messages.
 """
 
 import argparse
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -34,7 +35,7 @@ GRACE = 1.0  # seconds for a process to find itself the mistake that another one
 DEATH = 1  # the exit code after a process has died
 REMEDY = "--join-timeout waits longer, --no-distributed runs alone"
 REMEMBERED = 10_000  # messages of `share` that are kept
-HELLO_S = 5.0  # seconds for a process that has connected to say who it is
+HELLO_S, HELLO_BYTES = 5.0, 1000  # for a process that has connected to say who it is
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
@@ -67,7 +68,7 @@ def receive(lines: TextIO) -> dict[str, Any] | None:
     """Returns the next message; None at the end, or if the line is not a message."""
     try:
         message = json.loads(lines.readline())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
 
@@ -114,15 +115,19 @@ def listen(place: Place, timeout: float) -> list[Peer]:
 
 def greet(connection: socket.socket) -> tuple[Peer, int] | None:
     """Returns the process that connected, and how many it says there are; None for a stranger."""
-    connection.settimeout(HELLO_S)
-    lines = connection.makefile("r", encoding="utf-8")
-    hello = (receive(lines) or {}).get("hello")
-    if hello is None:
-        connection.close()
-        return None
-    connection.settimeout(None)
-    process, count, host = hello
-    return Peer(connection, lines, process, host), count
+    deadline, line = time.monotonic() + HELLO_S, b""
+    with contextlib.suppress(OSError):
+        while not line.endswith(b"\n") and len(line) < HELLO_BYTES:
+            connection.settimeout(max(deadline - time.monotonic(), 0.01))
+            line += connection.recv(1) or b"\n"
+    match receive(io.StringIO(line.decode(errors="replace"))):
+        case {"hello": [int(process), int(count), str(host)]}:
+            connection.settimeout(None)
+            peer = Peer(connection, connection.makefile("r", encoding="utf-8"), process, host)
+            peer.send(welcome=True)
+            return peer, count
+    connection.close()
+    return None
 
 
 def misplaced(peer: Peer, count: int, place: Place, came: list[Peer]) -> list[str]:
@@ -151,9 +156,14 @@ def connect(place: Place, timeout: float) -> Peer:
                     f"{timeout:g} s ({error.strerror or error}; {REMEDY})"
                 ) from None
             time.sleep(0.1)
-    connection.settimeout(None)
     peer = Peer(connection, connection.makefile("r", encoding="utf-8"), 0, host)
     peer.send(hello=[place.process, place.processes, socket.gethostname()])
+    if receive(peer.lines) is None:
+        raise Disagreement(
+            f"what listens at {place.coordinator} does not answer as process 0 of "
+            f"{place.processes} would ({REMEDY})"
+        )
+    connection.settimeout(None)
     return peer
 
 
