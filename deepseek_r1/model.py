@@ -653,8 +653,8 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> the weight that it becomes. `*` stands for a number. `prefix.**` stands for
-    all names with that prefix, and wins if a row with `*` fits too. Dropped: the tensor is not
-    loaded. `Same("x")`: it must equal weight x, and is not loaded."""
+    all names with that prefix, and wins if a row with `*` fits too. None, Dropped: the tensor is
+    not loaded. `Same("x")`: it must equal weight x, and is not loaded."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",
@@ -680,6 +680,7 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         "model.layers.*.mlp.shared_experts.down_proj.weight": "layers.*.mlp.shared.w_down",
         "model.norm.weight": "norm",
         "lm_head.weight": Same("embed") if config.tie_word_embeddings else "head",
+        "model.layers.*.self_attn.rotary_emb.inv_freq": None,
     }
     layers = config.num_hidden_layers
     for i in range(layers, layers + config.num_nextn_predict_layers):

@@ -626,8 +626,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. `*` stands for a number. `Same("x")`:
-    the tensor must equal weight x, and is not loaded."""
+    """Published name -> the weight that it becomes. `*` stands for a number. None: the
+    tensor is not loaded. `Same("x")`: it must equal weight x, and is not loaded."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",
@@ -653,6 +653,7 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         "model.layers.*.mlp.shared_experts.down_proj.weight": "layers.*.mlp.shared.w_down",
         "model.norm.weight": "norm",
         "lm_head.weight": Same("embed") if config.tie_word_embeddings else "head",
+        "model.layers.*.self_attn.rotary_emb.inv_freq": None,
     }
     # In fp8 each projection is stored as two tensors: values, and the scales of their blocks.
     return fp8_table(table, PROJECTIONS, shards) if config.fp8 else table

@@ -516,7 +516,7 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> the weight that it becomes. An Order makes each device's heads contiguous.
-    `Same("x")`: the tensor must equal weight x, and is not loaded."""
+    None: the tensor is not loaded. `Same("x")`: it must equal weight x, and is not loaded."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {
@@ -541,6 +541,7 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         "model.layers.*.mlp.experts.*.down_proj.weight": "layers.*.mlp.experts.w_down",
         "model.norm.weight": "norm",
         "lm_head.weight": Same("embed") if config.tie_word_embeddings else "head",
+        "model.layers.*.self_attn.rotary_emb.inv_freq": None,
     }
     # In fp8 each projection is stored as two tensors: values, and the scales of their blocks.
     return fp8_table(table, PROJECTIONS, shards) if config.fp8 else table

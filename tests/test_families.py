@@ -37,6 +37,7 @@ from golden import (
 
 from common.config import read_config
 from common.loading.checkpoint import load_weights
+from common.loading.matching import targets_of
 from common.quant import INT8, TRANSPOSED, Fp8, Grouped, Rowwise, dequantize_groups, int4, is_stored
 from common.ranges import Index
 from common.sharding import Shards, make_mesh, parse_mesh, split_heads
@@ -345,6 +346,14 @@ def test_a_step_computes_the_angles_of_its_positions_once(family, variant):
 
 
 # ---- placement
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "deepseek_r1", "kimi_k2"])
+def test_frequencies_that_are_stored_with_a_layer_are_not_loaded(family):
+    name, model = "model.layers.0.self_attn.rotary_emb.inv_freq", model_of(family)
+    for variant in fixtures(family):
+        table = model.checkpoint_table(model.config_from_hf(hf_config(family, variant)))
+        assert targets_of(name, table) == ([None], ["0"])
 
 
 def shapes_of(layout):

@@ -171,6 +171,6 @@ def repeats(tensors: Tensors, table: Table, sources: dict[str, Source]) -> list[
                 if not same_bytes(tensor, original):
                     wrong.append(
                         f"{tensor.file.name}: {name} differs from {original.name}, although "
-                        "config.json ties them: set tie_word_embeddings to false to use it"
+                        "config.json ties them (tie_word_embeddings)"
                     )
     return wrong

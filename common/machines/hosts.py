@@ -3,8 +3,8 @@ long work, and end together.
 
 Each process connects to process 0 by TCP before `jax.distributed` starts, and stays connected until
 all are done. Their messages are lines of JSON: "hello" (who I am), "welcome" (I am process 0),
-"report" (what I have), "go" (all have the same, and these are the prompts), "done", and "end"
-(stop, with this exit code and these lines). If a connection closes without "done", the process has died.
+"report" (what I have), "go" (all have the same, and these are the prompts), "done", and "end" (stop
+with this exit code and these lines). If a connection closes without "done", the process has died.
 JAX itself would notice only after minutes, or abort with a page of its own messages.
 """
 
