@@ -109,6 +109,7 @@ def compressed_tensors(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Pack
     needed = dict(format=shape, quantization_status="compressed")
     nothing: Any = (None, {})
     accepted = dict(kv_cache_scheme=None, sparsity_config=nothing, transform_config=nothing)
+    accepted |= dict(moe_sparsity_config=nothing)
     made = ("config_groups", "ignore", "version", "global_compression_ratio")
     is_published_in("compressed-tensors", hf, needed, accepted, ignored=made)
     groups = values.get("config_groups")
@@ -139,7 +140,9 @@ def weight_scheme(format: str, weights: Any, where: str) -> Packing:
     # With actorder "weight", rows were quantised in another order, but stay where they were.
     orders = (None, False, "weight", "static")
     accepted: dict[str, Any] = dict(dynamic=False, actorder=orders, block_structure=None)
-    accepted |= dict(scale_dtype=None, zp_dtype=None)
+    # The files themselves say in which dtypes scales and zero points are stored.
+    floats = (None, "torch.bfloat16", "torch.float16", "torch.float32")
+    accepted |= dict(scale_dtype=floats, zp_dtype=(None, "torch.int8"))
     if is_float:
         accepted |= dict(type="float", num_bits=8, strategy="channel", group_size=None)
         accepted |= dict(symmetric=True)

@@ -131,8 +131,9 @@ FIRST = {  # the first matrix of a variant that is quantised, and its path
 }
 
 
+@pytest.mark.parametrize("kept_in", [np.float32, np.float16], ids=["F32", "F16"])
 @pytest.mark.parametrize("variant", FIRST)
-def test_a_loaded_matrix_is_what_the_oracle_makes_of_random_bytes(tmp_path, variant):
+def test_a_loaded_matrix_is_what_the_oracle_makes_of_random_bytes(tmp_path, variant, kept_in):
     """Any bytes are numbers, so every bit of a word and every zero point is tried. Scales of any
     float keep all their bits."""
     name, path = FIRST[variant]
@@ -144,7 +145,7 @@ def test_a_loaded_matrix_is_what_the_oracle_makes_of_random_bytes(tmp_path, vari
             noise = rng.integers(-(2**31), 2**31, tensors[full_name].shape)
             tensors[full_name] = noise.astype(np.int32)
         elif end in ("scales", "weight_scale"):
-            tensors[full_name] = rng.uniform(-1, 1, tensors[full_name].shape).astype(np.float32)
+            tensors[full_name] = rng.uniform(-1, 1, tensors[full_name].shape).astype(kept_in)
     save_file(tensors, tmp_path / "model.safetensors")
     model, hf = model_of("llama3"), hf_config("llama3", variant)
     config = model.config_from_hf(hf)
@@ -289,19 +290,30 @@ def test_published_sizes_can_be_split_as_they_are_without_quantisation(family, s
             assert all(w.shape[-1] / w.published.scales >= 32 for w in packed)
 
 
+def test_what_versions_of_compressed_tensors_add_changes_nothing():
+    read, same = model_of("llama3").config_from_hf, config_of("packed_w4a16")
+    assert read(changed("packed_w4a16", moe_sparsity_config=None)) == read(same)
+    dtypes = dict(g__weights__zp_dtype="torch.int8", g__weights__scale_dtype="torch.float16")
+    assert read(changed("packed_w4a16", **dtypes)) == read(same)
+
+
 @pytest.mark.parametrize("bias", [0.0, 0.5])
-def test_biases_that_gptq_adds_must_be_zeros(tmp_path, bias):
-    """AutoGPTQ writes one for each matrix."""
-    tensors, model = tensors_of("llama3", "packed_gptq"), model_of("llama3")
+@pytest.mark.parametrize(
+    "family, variant", [("llama3", "packed_gptq"), ("qwen3", "packed_gptq_int8")]
+)
+def test_biases_that_gptq_adds_must_be_zeros(tmp_path, family, variant, bias):
+    """AutoGPTQ writes one for each matrix. Qwen3 has none, although the table of its model file
+    names those of Qwen2."""
+    tensors, model = tensors_of(family, variant), model_of(family)
     for name in [name for name in tensors if name.endswith(".scales")]:
         zeros = np.zeros(tensors[name].shape[-1], np.float16)
         tensors[name.replace(".scales", ".bias")] = zeros
-    tensors["model.layers.0.mlp.down_proj.bias"][3] = bias
+    tensors["model.layers.0.self_attn.q_proj.bias"][3] = bias
     save_file(tensors, tmp_path / "model.safetensors")
-    config = model.config_from_hf(hf_config("llama3", "packed_gptq"))
+    config = model.config_from_hf(hf_config(family, variant))
     load = functools.partial(load_weights, tmp_path, model, config, make_mesh(), np.float32)
     if bias:
-        with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down_proj\.bias holds 0\.5 at 3"):
+        with pytest.raises(ValueError, match=r"0\.self_attn\.q_proj\.bias holds 0\.5 at 3"):
             load()
     else:
         load()
@@ -474,6 +486,18 @@ def test_zero_points_in_a_file_that_is_called_symmetric_are_refused(tmp_path):
     directory = rewritten(tmp_path, "packed_gptq_int8", change, "qwen3")
     hf = config_of("packed_gptq_int8", "qwen3")
     refused(ValueError, f"{GATE}.qzeros holds", loaded, directory, hf, "qwen3")
+
+
+def test_packed_numbers_that_are_called_whole_ones_are_refused(tmp_path):
+    """Their bytes would be read as one number each, and then those of the next tensor."""
+    zeros = "model.layers.0.self_attn.q_proj.weight_zero_point"
+
+    def change(tensors):
+        tensors[zeros] = tensors[zeros].view(np.int8)
+
+    directory = rewritten(tmp_path, "packed_asymmetric", change)
+    what = f"{zeros} has dtype I8, but packed numbers are I32"
+    refused(ValueError, what, loaded, directory, config_of("packed_asymmetric"))
 
 
 def test_another_shape_than_that_of_the_words_is_refused(tmp_path):

@@ -150,6 +150,7 @@ DAMAGE = {
     "metadata of numbers": lambda f: rewrite_header(f, lambda h: h.update(__metadata__={"a": 1})),
     "metadata of text": lambda f: rewrite_header(f, lambda h: h.update(__metadata__="pt")),
     "half a character": lambda f: rewrite_header(f, lambda h: h["t6"].update(more="\ud800")),
+    "a dtype of half a byte": lambda f: rewrite_header(f, lambda h: h["t6"].update(dtype="I4")),
     "a name with a star": lambda f: rewrite_header(f, lambda h: h.update({"t.*": h.pop("t6")})),
     "a name of two lines": lambda f: rewrite_header(f, lambda h: h.update({"a\nb": h.pop("t6")})),
     "a name without end": lambda f: rewrite_header(f, lambda h: h.update({"a" * 999: h.pop("t6")})),

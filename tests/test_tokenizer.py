@@ -137,6 +137,13 @@ def test_text_that_is_not_unicode_is_an_error_of_one_line():
     assert one_line(error)
 
 
+@pytest.mark.full
+def test_a_text_at_which_the_package_panics_is_an_error_of_one_line():
+    with pytest.raises(ValueError, match="the prompt cannot be encoded: ") as error:
+        tk.encode(LLAMA3, " " * 11_000_000)
+    assert one_line(error)
+
+
 # What the files say
 
 
@@ -153,6 +160,13 @@ def test_stop_ids_are_the_union_of_what_the_files_say(checkpoint):
         7,
         8,
     }
+
+
+def test_special_tokens_may_be_named_in_their_own_file(checkpoint):
+    checkpoint("tokenizer_config.json", {"eos_token": "<|eot_id|>"})
+    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    tok = tk.load_tokenizer(checkpoint("special_tokens_map.json", names))
+    assert tok.special_tokens == {**names, "eos_token": "<|eot_id|>"}
 
 
 def test_stop_ids_may_come_from_one_file_alone():

@@ -185,7 +185,7 @@ def load_weights(
             if chosen is not None:
                 own = stored  # quantised from the stored numbers, not from those in `dtype`
             elif path.endswith(".scale") and stored in FLOATS.values():
-                own = np.promote_types(own, stored)  # so no scale is rounded
+                own = np.dtype(jnp.promote_types(own, stored))  # so no scale is rounded
             elif own == jnp.int4:
                 own = np.dtype(np.int8)
             return load_array(placements[path], own, advance)

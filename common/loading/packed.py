@@ -85,10 +85,11 @@ def declare(module: Any, config: Any, shards: Shards = UNSPLIT) -> tuple[Any, Ta
         return layout, table
     whole, rows = by_path(module.weight_layout(config)), rows_by_path(table)
     declared, added = by_path(layout), Table()
+    paths = {name: path for path, (name, _) in rows.items()}
     for path, weight in declared.items():
         pattern, numbers = starred(path)
-        name, transform = rows[pattern]
-        name = fill(name, [*numbers, *"*" * name.count("*")])
+        row, transform = rows[pattern]
+        name = fill(row, [*numbers, *"*" * row.count("*")])
         if is_packed(packing, path, weight, name):
             width = whole[path].shape[-1]
             order = None if is_published_order(transform) else transform
@@ -97,7 +98,8 @@ def declare(module: Any, config: Any, shards: Shards = UNSPLIT) -> tuple[Any, Ta
             scales, of_groups = group_order(packing, weight, width, order, shards)
             declared[path] = weight._replace(published=published(packing, scales))
             rows_here = rows_of(packing, path, name, whole[path].shape[-2:], order, of_groups)
-            has_bias = targets_of(bias_of(name), table) is not None
+            bias = paths.get(row.removesuffix("weight") + "bias")
+            has_bias = bias is not None and fill(bias, numbers) in declared
             added |= {n: x for n, x in rows_here.items() if not (has_bias and n.endswith(".bias"))}
     tree = jax.tree.structure(layout, is_leaf=is_weight)
     return jax.tree.unflatten(tree, list(declared.values())), table | added
@@ -137,11 +139,6 @@ def halves(name: str) -> list[str]:
 @cache
 def holds(packing: Packing, module: str) -> bool:
     return packing.holds(module)
-
-
-def bias_of(name: str) -> str:
-    """The stored name of the bias beside a matrix; the first expert's, if that is an expert's."""
-    return name.removesuffix("weight").replace("*", "0") + "bias"
 
 
 def is_published_order(transform: Transform) -> bool:
@@ -232,9 +229,11 @@ def unpacked(tensors: Tensors, table: Table, packing: Packing | None) -> Tensors
     def wide() -> Iterator[tuple[str, Any]]:
         for name, tensor in tensors.items():
             part = format.parts.get(name.rpartition(".")[2], Part(""))
-            if part.packed is None or tensor.dtype != "I32" or len(tensor.shape) != 2:
+            if part.packed is None or len(tensor.shape) != 2:
                 yield name, tensor
                 continue
+            if tensor.dtype != "I32":
+                raise ValueError(f"{name} has dtype {tensor.dtype}, but packed numbers are I32")
             places = format.places or tuple(range(32 // packing.bits))
             plus = packing.plus if part.field == "zero" else 0
             words = Words(packing.bits, part.packed, places, plus)

@@ -196,10 +196,8 @@ def _tensor(file: Path, name: str, entry: dict[str, Any], start: int) -> StoredT
     shape, dtype, (first, last) = entry["shape"], entry["dtype"], entry["data_offsets"]
     if any(type(n) is not int or n < 0 for n in (*shape, first, last)) or first > last:
         raise ValueError(f"shape or offsets of {name} are not whole numbers")
-    if (
-        dtype in DTYPES
-        and dtype != "I4"
-        and last - first != math.prod(shape) * DTYPES[dtype].itemsize
-    ):
+    if dtype == "I4":
+        raise ValueError(f"dtype I4 of {name} is unknown: a file packs such numbers in I32")
+    if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(f"shape {show(shape)} and offsets of {name} disagree")
     return StoredTensor(file, name, tuple(shape), dtype, start + first)

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from common.loading.files import check_regular, is_there, read_json_if_there, read_text
+from common.loading.files import (
+    check_regular,
+    first_line,
+    is_there,
+    read_json_if_there,
+    read_text,
+)
 from common.text.template import render
 from common.text.tiktoken import load_tiktoken
 
@@ -40,6 +46,7 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     """
     directory = Path(directory)
     config = read_json_if_there(directory / "tokenizer_config.json")
+    config = {**read_json_if_there(directory / "special_tokens_map.json"), **config}
     names = {
         key: value.get("content") if isinstance(value, dict) else value
         for key, value in config.items()
@@ -165,6 +172,10 @@ def _ids(tok: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         ids = list(encoding.ids)
     except TypeError as error:  # bytes that are not UTF-8 reach Python as surrogates
         raise ValueError("the prompt is not valid Unicode text; give it as UTF-8") from error
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of the package, as of millions of spaces in a row
+        raise ValueError(f"the prompt cannot be encoded: {first_line(error)[:300]}") from error
     if images := tok.image_ids.intersection(ids):
         name = tok.backend.id_to_token(min(images))
         raise ValueError(f"the prompt has {name}, the place of an image, but only text is computed")
