@@ -94,10 +94,12 @@ def need(package: str, name: str, extra: str) -> None:
 
 def devices_of(topology: str) -> Sequence[Any]:
     """Returns the devices of a TPU slice such as "v5e:4x4", one to eight GPUs ("h100:8"), or this
-    host's ("cpu:8"). ValueError, in one line, if nothing here can compile for them."""
+    host's: all of them ("cpu"), or the first ("cpu:8"). ValueError, in one line, if nothing here
+    can compile for them."""
     name, _, size = topology.partition(":")
     if name == "cpu" and re.fullmatch(r"\d*", size):
-        there, count = jax.devices("cpu"), int(size or 1)
+        there = jax.devices("cpu")
+        count = int(size or len(there))
         if not 1 <= count <= len(there):
             raise ValueError(f"{topology!r}: this host stands for 1 to {len(there)} devices")
         return there[:count]
