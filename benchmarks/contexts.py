@@ -10,7 +10,6 @@ constant, and something for each token before it.
 """
 
 import argparse
-import importlib
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,6 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks import model_file
+from common.command.cli import mistakes_on_one_line
 from common.serving.load import Model, open_model, read_weights
 from common.serving.session import PROMPT_CHUNK, init_state
 from common.sharding import DATA
@@ -100,13 +101,16 @@ line, polyline {{ stroke: #59636e; fill: none }}
 """
 
 
+@mistakes_on_one_line()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("family")
     parser.add_argument("shape", help="a published size, a config.json or a directory with one")
     parser.add_argument("--plot", type=Path, help="the SVG file to write")
     args = parser.parse_args(argv)
-    module = importlib.import_module(f"{args.family}.model")
+    module = model_file(args.family)
+    if args.plot:
+        args.plot.open("a").close()  # found out now, not after the measurements
     model = read_weights(open_model(module, args.shape, dtype="float32", random=True))
     times = first_chunks(model)
     for capacity, seconds in times.items():

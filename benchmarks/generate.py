@@ -19,7 +19,6 @@ of a step is what it costs beside reading weights. It runs ours alone, and not g
 
 import argparse
 import contextlib
-import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -34,6 +33,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import model_file
 from benchmarks.worker import MAX_SLOTS, PROMPT, cores
 from common.loading.shape import read_shape
 
@@ -365,9 +365,11 @@ def run(args: argparse.Namespace) -> None:
         if missing:
             wanted = f"{' and '.join(packages)}: pip install {' '.join(packages)}"
             raise ValueError(f"--against {library} needs {wanted}")
+    if args.json:
+        args.json.open("a").close()  # found out now, not after the measurements
     spec: dict[str, Any] = {"ckpt": args.ckpt or args.random_shape, "model": args.model}
     spec |= {"random": args.ckpt is None, "quant": args.quant}
-    module = importlib.import_module(f"{args.model}.model")
+    module = model_file(args.model)
     spec["shape"] = read_shape(module, spec["ckpt"], random=spec["random"])[0]
     spec["narrow"] = narrowed(spec["shape"]) if args.overhead else None
     facts = machine(args.against)

@@ -9,7 +9,6 @@ prints the server's memory as it goes.
 
 import argparse
 import asyncio
-import importlib
 import json
 import random
 import re
@@ -19,6 +18,8 @@ import time
 from pathlib import Path
 from statistics import median
 
+from benchmarks import model_file
+from common.command.cli import mistakes_on_one_line
 from common.command.environment import configure_jax
 from common.serving.load import load
 from common.serving.serve import is_busy, serve, step, submit
@@ -36,8 +37,10 @@ def start(args: argparse.Namespace) -> tuple[subprocess.Popen[str], int]:
     command = [sys.executable, "-m", f"{args.model}.main", *map(str, options)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
-    while not (found := re.search(r"http://127.0.0.1:(\d+)", server.stderr.readline())):
-        assert server.poll() is None, "the server did not start"
+    while not (found := re.search(r"http://127.0.0.1:(\d+)", line := server.stderr.readline())):
+        sys.stderr.write(line)
+        if not line:  # it has ended
+            raise SystemExit(server.wait())
     return server, int(found[1])
 
 
@@ -79,21 +82,25 @@ async def soak(port: int, pid: int, count: int) -> None:
             await ask(port, rng.randrange(1, 12), leave=i % 5 == 0)
 
     for done in range(0, count, 1000):
-        await asyncio.gather(*(one(i) for i in range(done, min(done + 1000, count))))
+        end = min(done + 1000, count)
+        await asyncio.gather(*(one(i) for i in range(done, end)))
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        print(f"| {done + 1000:,} requests | {pages * 4096 / 1e6:.0f} MB |", flush=True)
+        print(f"| {end:,} requests | {pages * 4096 / 1e6:.0f} MB |", flush=True)
 
 
+@mistakes_on_one_line()
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     ap.add_argument("--model", default="llama3")
     ap.add_argument("--ckpt")
-    ap.add_argument("--dtype", default="float32")
+    ap.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     ap.add_argument("--rounds", type=int, default=3)
     ap.add_argument("--soak", type=int, default=0)
     args = ap.parse_args()
+    if args.rounds < 1:
+        ap.error("--rounds must be at least 1")
     configure_jax({}, compile_cache=True, group=None)
-    model = load(importlib.import_module(f"{args.model}.model"), args.ckpt, dtype=args.dtype)
+    model = load(model_file(args.model), args.ckpt, dtype=args.dtype)
     session = start_session(model, SLOTS, CAPACITY, logprobs=True)
     assert model.tokenizer is not None
     prompt, rates, firsts = encode(model.tokenizer, PROMPT), ([], []), ([], [])

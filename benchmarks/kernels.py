@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from common.command.cli import mistakes_on_one_line
 from common.kernels.decode_attention import ragged_decode_attention
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
@@ -373,8 +374,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@mistakes_on_one_line()
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
+    if args.json:
+        args.json.open("a").close()  # found out now, not after the measurements
     size = 1024 if jax.default_backend() == "cpu" else 8192
     machine = measure_machine(min(1.0, args.gigabytes), size, args.repeats)
     device, (bandwidth, rate) = jax.devices()[0].device_kind, machine

@@ -11,7 +11,6 @@ load needs beyond the arrays themselves.
 
 import argparse
 import gc
-import importlib
 import json
 import math
 import sys
@@ -25,6 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import model_file
+from common.command.cli import mistakes_on_one_line
 from common.loading.checkpoint import load_weights, stored_layout
 from common.loading.matching import fill, rows_by_path, starred
 from common.loading.reading import stored_shape
@@ -101,6 +102,7 @@ def value(text: str) -> tuple[str, Any]:
     return key, json.loads(number)
 
 
+@mistakes_on_one_line()
 def main(argv: Sequence[str] | None = None) -> None:
     ap = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -112,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("--mesh", default="", metavar="AXES")
     ap.add_argument("--quant", choices=["int8"])
     args = ap.parse_args(argv)
-    module = importlib.import_module(f"{args.model}.model")
+    module = model_file(args.model)
     axes: Any = parse_mesh(args.mesh)
     if (need := math.prod(axes.values())) > 1:
         jax.config.update("jax_num_cpu_devices", need)

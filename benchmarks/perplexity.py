@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import model_file
 from common.command.environment import configure_jax
 from common.serving.load import Model, open_model, read_weights
 from common.serving.score import logits
@@ -77,7 +78,7 @@ def read_windows(model: Model, text: str, limit: int, window: int) -> np.ndarray
 
 def perplexity(args: argparse.Namespace, precision: Precision) -> tuple[float, int, float]:
     """Returns (perplexity, tokens scored, seconds) of the text in one precision."""
-    module = importlib.import_module(f"{args.model}.model")
+    module = model_file(args.model)
     model = open_model(module, args.ckpt, dtype=precision.dtype, quant=precision.quant)
     text = args.text.read_text(encoding="utf-8")
     windows = read_windows(model, text, args.tokens, args.window)
@@ -97,7 +98,7 @@ def against(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
         return
     from benchmarks.llamacpp import perplexities
 
-    model = open_model(importlib.import_module(f"{args.model}.model"), args.ckpt)
+    model = open_model(model_file(args.model), args.ckpt)
     text = args.text.read_text(encoding="utf-8")
     yield from perplexities(args.against, read_windows(model, text, args.tokens, args.window))
 
@@ -128,8 +129,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("--model", default="llama3", help="the model's package")
     args = ap.parse_args(argv)
     try:
-        if args.window < 2 or args.batch < 1:
-            raise ValueError("--window must be at least 2, and --batch at least 1")
+        if min(args.window, args.tokens) < 2 or args.batch < 1:
+            raise ValueError("--tokens and --window must be at least 2, and --batch at least 1")
         if args.against is not None:  # found out now, not after all other rows
             importlib.import_module("llama_cpp")
             args.against.open("rb").close()

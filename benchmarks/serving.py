@@ -11,7 +11,6 @@ prompt of 8,192 tokens arrives. All are medians.
 """
 
 import argparse
-import importlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import model_file
 from benchmarks.prompts import PROMPTS, SAMPLED
 from benchmarks.worker import prompt_ids
+from common.command.cli import mistakes_on_one_line
 from common.command.environment import configure_jax
 from common.serving.load import Model, load
 from common.serving.serve import cancel, is_busy, serve, step, submit
@@ -200,11 +201,13 @@ def waits(model: Model, args: argparse.Namespace) -> Iterator[str]:
 MEASURES = dict(prefix=prefix, users=users, drafts=drafts, differ=differ, waits=waits)
 
 
+@mistakes_on_one_line()
 def main() -> None:
-    ap = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    ap = argparse.ArgumentParser(description=__doc__)
+    ap.formatter_class = argparse.RawDescriptionHelpFormatter
     ap.add_argument("--model", default="llama3")
     ap.add_argument("--ckpt", required=True)
-    ap.add_argument("--dtype", default="float32")
+    ap.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     ap.add_argument("--rounds", type=int, default=3)
     ap.add_argument("--against", type=Path, metavar="GGUF", help="llama.cpp's file of the model")
     ap.add_argument("--only", nargs="+", choices=[*MEASURES], default=[*MEASURES])
@@ -212,7 +215,7 @@ def main() -> None:
     ap.add_argument("--prompt", default="", help="only prompts with this word in their name")
     args = ap.parse_args()
     configure_jax({}, compile_cache=True, group=None)
-    model = load(importlib.import_module(f"{args.model}.model"), args.ckpt, dtype=args.dtype)
+    model = load(model_file(args.model), args.ckpt, dtype=args.dtype)
     for name in args.only:
         print("\n".join(MEASURES[name](model, args)), end="\n\n", flush=True)
 

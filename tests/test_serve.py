@@ -212,13 +212,21 @@ def test_a_reader_who_stops_early_leaves_the_session_usable(session, another):
 def test_statistics_count_every_token_and_every_compilation_once(session):
     fresh = start_session(session.model, 2, 97)  # nothing was compiled for this capacity
     answers(fresh, [Request(p, 6) for p in PROMPTS])
-    assert fresh.stats.prefill_tokens == sum(map(len, PROMPTS))
+    assert fresh.stats.prefill_tokens == fresh.stats.prefill_timed == sum(map(len, PROMPTS))
     assert fresh.stats.decode_tokens == 5 * len(PROMPTS)
     assert 0 < fresh.stats.filled < fresh.stats.decode_steps
     compiled = fresh.stats.compile_s
     assert compiled > 0 and fresh.stats.prefill_s > 0 and fresh.stats.decode_s > 0
     answers(fresh, [Request(p, 6) for p in PROMPTS])
     assert fresh.stats.compile_s == compiled, "a program was compiled twice"
+
+
+def test_prompts_that_several_cpus_read_while_they_compile_are_not_timed():
+    session = open_session(tensor=2, capacity=98)  # nothing was compiled for this capacity
+    answers(session, [Request(PROMPTS[0], 2)])
+    assert (session.stats.prefill_tokens, session.stats.prefill_timed) == (len(PROMPTS[0]), 0)
+    answers(session, [Request(PROMPTS[1], 2)])
+    assert session.stats.prefill_timed == len(PROMPTS[1])
 
 
 @pytest.mark.parametrize(

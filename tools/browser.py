@@ -129,6 +129,8 @@ def browser() -> Iterator[Page]:
 
 
 def main() -> None:
+    if chromium() is None:
+        sys.exit("error: Chromium is not installed")
     options = ["--serve", "127.0.0.1:0", *sys.argv[1:]]
     command = [sys.executable, "-m", "llama3.main", *options]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

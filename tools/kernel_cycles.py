@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from common.command.cli import mistakes_on_one_line
 from common.machines.chips import devices_of
 from common.machines.dryrun import dry_run
 from common.machines.hlo import CYCLES, Op, Program, cycles, executed, parse
@@ -188,6 +189,7 @@ def print_steps(rows: Sequence[StepOf], folder: Path) -> None:
         print(f"| {row.size}, {row.topology}, {what} | {counted} | {moved} |", flush=True)
 
 
+@mistakes_on_one_line()
 def main(argv: Sequence[str] | None = None) -> None:
     ap = argparse.ArgumentParser(prog="python -m tools.kernel_cycles", description=__doc__)
     ap.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -197,6 +199,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = sorted({row.size for row in STEPS})
     ap.add_argument("--steps", nargs="*", choices=sizes, help="whole steps of these models, or all")
     args = ap.parse_args(argv)
+    if min(args.out, args.n_in) < 1:
+        ap.error("--out and --in must be at least 1")
     with TemporaryDirectory() as folder:
         ask_for_code(folder)
         if args.steps is not None:

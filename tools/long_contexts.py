@@ -14,10 +14,11 @@ Kernels are not in the estimate. What a filled slot costs in the kernel of atten
 its machine code, a bundle of instructions a cycle.
 """
 
+import argparse
 import importlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +30,7 @@ sys.path[:0] = [str(ROOT)]
 import jax.numpy as jnp  # noqa: E402
 
 from common.cache import KERNEL_PARTS  # noqa: E402
+from common.command.cli import mistakes_on_one_line  # noqa: E402
 from common.kernels.prefill_attention_tpu import block_sizes  # noqa: E402
 from common.machines.chips import chip_of, devices_of  # noqa: E402
 from common.machines.dryrun import (  # noqa: E402
@@ -239,15 +241,23 @@ def attention_cycles(row: Row, capacity: int, folder: Path) -> tuple[float, floa
     return blocks * bundles_of_a_block(folder), heads * products * FILLED * layers / (4 * 128 * 128)
 
 
-def main(wanted: list[str]) -> None:
-    printers = {"--slots": print_slots, "--chunks": print_chunks}
-    if len(wanted) == 1 and wanted[0] in printers:
-        return printers[wanted[0]]()
-    if wanted == ["--filled"]:
+@mistakes_on_one_line()
+def main(argv: Sequence[str] | None = None) -> None:
+    ap = argparse.ArgumentParser(description=__doc__)
+    ap.formatter_class = argparse.RawDescriptionHelpFormatter
+    ap.add_argument("size", nargs="*", help="a word in the name of a published size")
+    for name in ("slots", "chunks", "filled"):
+        ap.add_argument(f"--{name}", action="store_true", help="another table, of all its sizes")
+    args = ap.parse_args(argv)
+    if args.slots or args.chunks:
+        return print_slots() if args.slots else print_chunks()
+    if args.filled:
         with TemporaryDirectory() as folder:
             ask_for_code(folder)
             return print_filled(Path(folder))
-    rows = [row for row in ROWS if not wanted or any(name in row.size for name in wanted)]
+    rows = [row for row in ROWS if not args.size or any(name in row.size for name in args.size)]
+    if not rows:
+        ap.error(f"no size holds one of {args.size}: {', '.join(row.size for row in ROWS)}")
     print(
         "| | layers | cache | capacity | traffic, GB | cycles | collectives, MB | temporaries, MB |"
     )
@@ -266,4 +276,4 @@ def main(wanted: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from families import SHOWN  # noqa: E402
+from families import FAMILIES, SHOWN  # noqa: E402
 
 LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".hypothesis")
 
@@ -62,8 +62,10 @@ def is_seen(root: Path, family: str, bug: Bug) -> bool:
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     ap.add_argument("family", nargs="*")
-    unseen = 0
-    for family in ap.parse_args().family or SHOWN:
+    unseen, chosen = 0, ap.parse_args().family or SHOWN
+    if unknown := set(chosen) - set(FAMILIES):
+        ap.error(f"no family {unknown}: choose from {', '.join(FAMILIES)}")
+    for family in chosen:
         with tempfile.TemporaryDirectory() as directory:
             root = Path(directory) / "copy"
             shutil.copytree(ROOT, root, ignore=LEFT_OUT)

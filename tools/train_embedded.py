@@ -33,6 +33,7 @@ from jax.sharding import NamedSharding
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from common.command.cli import mistakes_on_one_line
 from common.loading.checkpoint import stored_layout
 from common.loading.matching import rows_by_path, starred
 from common.loading.reading import is_swapped
@@ -441,6 +442,7 @@ def published_tensors(model: Any, config: Any, weights: Any) -> dict[str, np.nda
     return tensors
 
 
+@mistakes_on_one_line()
 def main() -> None:
     ap = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -454,11 +456,11 @@ def main() -> None:
     ap.add_argument("--seed", type=int, default=0)
     args = ap.parse_args()
     out = args.out or Path(args.model) / "embedded"
+    plays = read_plays(args.text)
     out.mkdir(parents=True, exist_ok=True)
 
     module = "mtp" if (ROOT / args.model / "mtp.py").exists() else "model"
     model = importlib.import_module(f"{args.model}.{module}")
-    plays = read_plays(args.text)
     begin, end = SPECIAL_TOKENS.get(args.model, (BOS, EOS))
     added, hf = {}, copy.deepcopy(CONFIGS[args.model])
     text = hf.get("text_config", hf)

@@ -167,8 +167,8 @@ def summary(session: Session, load_s: float) -> str:
     parts = [f"mesh {axes_of(model.mesh)}"] if model.mesh.size > 1 else []
     parts += [f"load {load_s:.1f} s", f"first token after {s.first_token_s:.2f} s"]
     parts.append(f"compile {s.compile_s:.1f} s in all")
-    if s.prefill_s:
-        parts.append(f"prefill {s.prefill_tokens} tokens at {s.prefill_tokens / s.prefill_s:.0f}/s")
+    if s.prefill_timed and s.prefill_s:
+        parts.append(f"prefill {s.prefill_tokens} tokens at {s.prefill_timed / s.prefill_s:.0f}/s")
     if s.cached_tokens:
         parts.append(f"{s.cached_tokens} prompt tokens already cached")
     if s.decode_tokens and s.decode_s:

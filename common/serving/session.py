@@ -117,6 +117,7 @@ class Stats:
     first_token_s: float = 0.0  # from the first request to its first token, compilation included
     prefill_s: float = 0.0
     prefill_tokens: int = 0
+    prefill_timed: int = 0  # of these, the ones whose seconds are in prefill_s
     cached_tokens: int = 0  # prompt tokens already cached by an earlier prompt
     decode_s: float = 0.0
     decode_steps: int = 0
