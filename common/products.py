@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.typing import DTypeLike
 
 from common.quant import (
@@ -27,6 +28,7 @@ Array = jax.Array
 # For so many rows of bfloat16 it pays to write the matrix out in float32, if float32 products are
 # faster. For more rows, x itself would take much memory in float32.
 WIDENED_ROWS = range(256, 1025)
+SLICES = 32  # of one product on CPU; each of them takes time to compile
 INT8_ROWS = 16  # for so many rows it pays to write an int8 matrix out on CPU
 FEW_ROWS = 128  # up to so many, XLA on CPU is faster if it does not write a matrix in groups out
 
@@ -37,19 +39,18 @@ def linear(x: Array, w: Matrix, out_dtype: DTypeLike | None = None) -> Array:
 
     On CPU, a few rows that are multiplied by int8 are rounded to the sum of two int8 arrays: CPUs
     have an instruction for such products. For others, XLA would first write the whole weight out.
+    One row alone is multiplied in slices, which need no rounding.
     """
     *lead, width = x.shape
     rows = x.reshape(-1, width)
-    n = rows.shape[0]
     if isinstance(w, Grouped):
         return grouped_product(rows, w, out_dtype or x.dtype).reshape(*lead, -1)
     if isinstance(w, Rowwise):
         y = rowwise_product(rows, w.values) * w.scale
     else:
-        rows = rows if x.dtype == jnp.float32 else two_rows(rows)
         contract, w = (0, w.values) if isinstance(w, Transposed) else (1, dense(w, rows.dtype))
         y = product(rows, w, contract)
-    return y[:n].astype(out_dtype or x.dtype).reshape(*lead, -1)
+    return y.astype(out_dtype or x.dtype).reshape(*lead, -1)
 
 
 def two_rows(x: Array) -> Array:
@@ -68,10 +69,52 @@ def product(x: Array, w: Array, contract: int = 1, sum_dtype: DTypeLike = jnp.fl
         axes = (((1,), (contract,)), ((), ()))
         return lax.dot_general(x, w, axes, precision=precision, preferred_element_type=sum_dtype)
 
-    if x.dtype == jnp.bfloat16 and len(x) in WIDENED_ROWS and not multiplies_bfloat16():
+    def multiply_two(x: Array, w: Array) -> Array:
+        return multiply(two_rows(x), w)[:1]
+
+    if x.dtype != jnp.bfloat16:
+        return multiply(x, w)
+    if len(x) == 1:
+        # JAX 0.10 would write the whole matrix out in float32 before it cuts the slices.
+        pays = contract == 1 and can_slice(x) and jax.__version_info__ >= (0, 12)
+        cpu = sliced_product if pays else multiply_two
+        return lax.platform_dependent(x, w, cpu=cpu, default=multiply_two)
+    if len(x) in WIDENED_ROWS and not multiplies_bfloat16():
         wide = partial(widened_product, contract=contract)
         return lax.platform_dependent(x, w, cpu=wide, default=multiply)
     return multiply(x, w)
+
+
+def slices_of(width: int) -> int:
+    """Into how many slices, of whole vectors of 16 numbers, `sliced_product` cuts a row."""
+    return max((n for n in range(1, SLICES + 1) if width % (16 * n) == 0), default=0)
+
+
+def can_slice(x: Array) -> bool:
+    """Whether x is one row that can be cut in enough slices, and these are narrow enough."""
+    n, width = slices_of(x.shape[1]), x.shape[1]
+    return len(x) == 1 and n >= SLICES // 4 and width <= 64 * n
+
+
+def sliced_product(x: Array, w: Array) -> Array:
+    """One row x [1, in] times a matrix [out, in] of bfloat16 or int8 on CPU: float32 [1, out].
+
+    XLA's own product would convert one number after the other. Of a sum over slices of the columns,
+    XLA makes one loop, which converts and multiplies whole vectors and runs on all cores.
+    """
+    with set_xla_metadata(inlineable="false"):  # JAX 0.10 would convert x again for each number
+        return _sliced_product(x.astype(jnp.float32), w)
+
+
+@jax.jit
+def _sliced_product(x: Array, w: Array) -> Array:
+    width = w.shape[1]
+    step = width // slices_of(width)
+    slices = [slice(i, i + step) for i in range(0, width, step)]
+    y = sum(w[:, part].astype(jnp.float32) * x[:, part] for part in slices)
+    # What is left of each row is summed by a product, because XLA would compute a sum in the loop,
+    # number by number. The second column keeps it from doing the same with the product.
+    return (y @ jnp.ones((step, 2), jnp.float32))[:, :1].T
 
 
 def widened_product(x: Array, w: Array, contract: int = 1) -> Array:
@@ -106,7 +149,8 @@ def rowwise_product(x: Array, values: Array) -> Array:
     """x [rows, in] times the values [out, in] of a Rowwise: float32 [rows, out]."""
     if values.dtype != jnp.int8:
         return upcast_product(x, values)
-    form = int8_product if len(x) < INT8_ROWS else widened_product
+    few = sliced_product if can_slice(x) else int8_product
+    form = few if len(x) < INT8_ROWS else widened_product
     return lax.platform_dependent(x, values, cpu=form, default=upcast_product)
 
 
@@ -120,7 +164,7 @@ def upcast_product(x: Array, values: Array) -> Array:
 
 def int8_product(x: Array, values: Array) -> Array:
     """x is rounded to int8, and what that leaves over is rounded again. So 15 bits of the largest
-    number of a row are kept. One row becomes two, which XLA multiplies as fast as one."""
+    number of a row are kept."""
     x = x.astype(jnp.float32)
     x_int8, scale = quantize_rows(x)
     rest_int8, rest_scale = quantize_rows(x - x_int8.astype(jnp.float32) * scale[:, None])

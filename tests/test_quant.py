@@ -251,6 +251,27 @@ def test_many_rows_of_bfloat16_are_widened_on_a_cpu_without_an_instruction_for_t
     assert_close(y / by_row(want), want / by_row(want), atol=2**-8)
 
 
+@pytest.mark.parametrize("quant", [None, "int8"])
+@pytest.mark.parametrize("width, sliced", [(128, True), (576, True), (592, False), (4096, False)])
+def test_one_row_is_multiplied_in_slices_on_a_cpu(width, sliced, quant):
+    """And is not rounded. In bfloat16, JAX 0.10 would write the matrix out in float32 first."""
+    sliced = sliced and (quant == "int8" or jax.__version_info__ >= (0, 12))
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal((n, width)), jnp.bfloat16) for n in (1, 40))
+    product = jax.jit(functools.partial(linear, out_dtype="float32"))
+    numbers = np.asarray(w).astype(np.float64)
+    if quant:
+        w = quantize(w)
+        numbers = np.asarray(w.values).astype(np.float64) * np.asarray(w.scale).T
+    want = np.asarray(x).astype(np.float64) @ numbers.T
+    exact = sliced or quant is None
+    assert_close(product(x, w) / by_row(want), want / by_row(want), atol=1e-6 if exact else 1e-4)
+    form = "f32" if sliced else "i8" if quant else "bf16"
+    for platform, dtype in (("cpu", form), ("tpu", "bf16")):
+        text = product.trace(x, w).lower(lowering_platforms=(platform,)).as_text()
+        assert re.findall(r"dot_general.*: \(tensor<[\dx]+x(\w+)>", text) == [dtype]
+
+
 @pytest.mark.parametrize("heads", [False, True], ids=["linear", "headwise"])
 def test_of_the_matrices_that_are_widened_one_is_in_memory_at_a_time(heads, monkeypatch):
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
