@@ -237,6 +237,12 @@ def test_prompts_that_several_cpus_read_while_they_compile_are_not_timed():
         (Request([1], 0), "max_new_tokens must be at least 1, got 0"),
         (Request([1], 4, temperature=-1.0), "temperature must be"),
         (Request([1], 4, top_p=0.0), "top_p must be"),
+        (Request([1], 2.5), "max_new_tokens must be whole numbers"),
+        (Request([1.5], 4), "prompt 2, stop_ids and max_new_tokens must be whole numbers"),
+        (Request([1], 4, stop_ids=5), "must be whole numbers"),
+        (Request([1], 4, stop="Exit"), "stop must be a list of texts, not 'Exit'"),
+        (Request([1], 4, stop=[5]), "stop must be a list of texts"),
+        (Request([1], 4, logprobs=0), "this session gives no log-probabilities"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_before_any_work(session, request_, message):
@@ -244,6 +250,16 @@ def test_a_request_that_cannot_be_served_is_refused_before_any_work(session, req
     with pytest.raises(ValueError, match=message):
         next(serve(session, [Request([1], 4), request_]))
     assert session.stats.prefill_tokens == before
+    assert answers(session, [Request([1], 2)]) == answers(open_session(), [Request([1], 2)])
+
+
+def test_a_prompt_is_that_which_was_submitted_whatever_becomes_of_the_list(session):
+    prompt, want = [*PROMPTS[0]], answers(session, [Request(PROMPTS[0], 5)])
+    tokens = []
+    for event in serve(session, [Request(prompt, 5)]):
+        tokens.append(event.token)
+        prompt[0:0] = [1, 2]
+    assert tokens == want[0][0]
 
 
 def test_slots_that_do_not_divide_over_the_data_axis_are_refused():

@@ -199,4 +199,4 @@ def keep(session: Session, row: int, place: Place, held: Any) -> None:
         empty(session, row, least)
     to = Place(tier, prefixes.time)
     stored[to] = jax.tree.map(partial(moved, memory=MEMORY[tier]), held)
-    hold(prefixes, to, *text)
+    hold(prefixes, to, text.tokens, text.used, text.written)

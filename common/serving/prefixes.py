@@ -33,6 +33,7 @@ class Text(NamedTuple):
     tokens: Sequence[int]
     used: int  # the time of the last use, as `Prefixes` counts it
     written: int  # positions that were written there, also behind the text
+    last: bytes | None  # the digest of its whole blocks; None if it has none
 
 
 @dataclass
@@ -77,9 +78,10 @@ def hold(
     forget(prefixes, place)
     prefixes.time += 1
     used = prefixes.time if used is None else used
-    prefixes.texts[place] = Text(tokens, used, max(written, len(tokens)))
+    key = None
     for key in beginnings(tokens):
         prefixes.holders.setdefault(key, set()).add(place)
+    prefixes.texts[place] = Text(tokens, used, max(written, len(tokens)), key)
 
 
 def forget(prefixes: Prefixes, place: Place) -> None:
@@ -111,7 +113,7 @@ def longest(prefixes: Prefixes, tokens: Sequence[int]) -> tuple[Place, int]:
 
 def is_covered(prefixes: Prefixes, place: Place) -> bool:
     """Whether another place holds the same text, up to its last whole block."""
-    *_, last = [None, *beginnings(prefixes.texts[place].tokens)]
+    last = prefixes.texts[place].last
     return last is None or len(prefixes.holders[last]) > 1
 
 

@@ -55,7 +55,8 @@ def submit(session: Session, request: Request) -> int:
     if request.logprobs is not None and not session.logprobs:
         raise ValueError("this session gives no log-probabilities")
     session.began = session.began or time.perf_counter()
-    session.arrived.append((session.ids, request))
+    own = request._replace(prompt=[*map(int, request.prompt)])  # the caller may change the list
+    session.arrived.append((session.ids, own))
     session.ids += 1
     return session.ids - 1
 
@@ -263,8 +264,10 @@ def serve(session: Session, requests: Sequence[Request]) -> Generator[Event, Non
     event's `request` is an index into `requests`. ValueError if a request cannot be served."""
     for i, request in enumerate(requests):
         check_request(request, session.capacity, session.model.config, f"prompt {i + 1}")
-    numbers = {submit(session, request): i for i, request in enumerate(requests)}
+    numbers = dict[int, int]()
     try:
+        for i, request in enumerate(requests):
+            numbers[submit(session, request)] = i
         while is_busy(session):
             for event in step(session):
                 yield event._replace(request=numbers[event.request])

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import index
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -291,6 +292,13 @@ def check_request(request: Request, capacity: int, config: Any, name: str = "the
     """ValueError if a model with this config cannot serve a request in a slot of `capacity`
     positions."""
     limit, vocab_size = config.max_position_embeddings, config.vocab_size
+    try:
+        index(request.max_new_tokens), [index(i) for i in (*request.prompt, *request.stop_ids)]
+    except TypeError:
+        raise ValueError(f"{name}, stop_ids and max_new_tokens must be whole numbers") from None
+    stop = request.stop
+    if isinstance(stop, str) or not all(isinstance(x, str) for x in stop):
+        raise ValueError(f"stop must be a list of texts, not {stop!r}")
     if len(request.prompt) == 0:
         raise ValueError(f"{name} is empty")
     if request.max_new_tokens < 1:
