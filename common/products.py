@@ -39,7 +39,7 @@ def linear(x: Array, w: Matrix, out_dtype: DTypeLike | None = None) -> Array:
 
     On CPU, a few rows that are multiplied by int8 are rounded to the sum of two int8 arrays: CPUs
     have an instruction for such products. For others, XLA would first write the whole weight out.
-    One row alone is multiplied in slices, which need no rounding.
+    One row alone is not rounded, if its matrix is narrow enough to multiply it in slices.
     """
     *lead, width = x.shape
     rows = x.reshape(-1, width)
@@ -102,7 +102,7 @@ def sliced_product(x: Array, w: Array) -> Array:
     XLA's own product would convert one number after the other. Of a sum over slices of the columns,
     XLA makes one loop, which converts and multiplies whole vectors and runs on all cores.
     """
-    with set_xla_metadata(inlineable="false"):  # JAX 0.10 would convert x again for each number
+    with set_xla_metadata(inlineable="false"):  # it compiles faster as a call of its own
         return _sliced_product(x.astype(jnp.float32), w)
 
 

@@ -5,7 +5,6 @@ python -m llama3.main --ckpt llama3.1-70b --quant int8 --kv-quant int8 --dry-run
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -183,7 +182,7 @@ def print_dry_runs(module: ModuleType, args: argparse.Namespace) -> None:
         if (n := max(1, *hosts)) > MOST_CPU_DEVICES:
             raise ValueError(f"'cpu:{n}': a host can stand for {MOST_CPU_DEVICES} devices at most")
         jax.config.update("jax_num_cpu_devices", n)
-        args.dry_run = [re.sub("^cpu$", "cpu:1", topology) for topology in args.dry_run]
+        args.dry_run = ["cpu:1" if t == "cpu" else t for t in args.dry_run]
     plans = [
         (plan := plan_of(module, args, topology), place(plan, topology, axes))
         for topology in args.dry_run
