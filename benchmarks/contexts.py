@@ -1,4 +1,4 @@
-"""Measures what reading a prompt costs by the room that its slot has, and by what is read before.
+"""Times chunks of a prompt: how they depend on the slot's capacity and on its filled positions.
 
     python -m benchmarks.contexts llama3 DIR
     python -m benchmarks.contexts deepseek_r1 benchmarks/small_latent.json --plot latent.svg

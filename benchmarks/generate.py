@@ -13,8 +13,9 @@ weights and the filled cache, at the bandwidth of a large one-row product in the
 --products also times the products of all matrices alone, one after the other, with as many rows. A
 library's step cannot be faster than its own products.
 
---overhead also decodes with the same layers and heads, but with all other widths 64. What is left
-of a step is what it costs beside reading weights. It runs ours alone, and not gpt2.
+--overhead also times decode steps of a model with the same layers and heads whose other widths are
+64. Such a step reads almost no weights, so its time is the rest of a step. It measures this library
+only, and not the family gpt2.
 """
 
 import argparse

@@ -3,11 +3,11 @@ reading prompts in chunks.
 
     python -m benchmarks.serving --model llama3 --ckpt DIR [--only prefix users drafts differ waits]
 
-`prefix` times the first token of a prompt of 4,096 tokens that another prompt had and 64 of its
-own; with --against FILE.gguf also in llama.cpp, which keeps the cache of its last prompt. `users`
-has 16 conversations of 8 turns, on 4 slots. `drafts` decodes one text at a time, in turns with and
-without drafts. `differ` counts the texts that drafts change. `waits` decodes three texts while a
-prompt of 8,192 tokens arrives. All are medians.
+`prefix` times the first token of a prompt whose first 4,096 tokens were read before, and whose last
+64 are new. With --against FILE.gguf it times llama.cpp too, which keeps the cache of its last
+prompt. `users` runs 16 conversations of 8 turns on 4 slots. `drafts` decodes one text at a time, in
+turns with and without drafts. `differ` counts the texts that drafts change. `waits` measures the
+pauses of a running text while a long prompt arrives. Times of several rounds are medians.
 """
 
 import argparse

@@ -1,13 +1,14 @@
-"""The words that a `model.py` is written in. Each file here is imported by a model file: caches and
-the attention that reads them (`cache`), stored matrices (`quant`) and their products (`products`),
-experts, sampling, the mesh (`sharding`), drafts (`speculate`), and what a model file declares of
-its weights (`weights`), of their published names (`names`) and of config.json (`config`, `ranges`,
-`packing`).
+"""What a `model.py` imports. `cache` has caches and the attention that reads them. `quant` has the
+stored forms of matrices, and `products` multiplies by them. `experts`, `sampling`, `sharding` (the
+mesh) and `speculate` (drafts) are named for their subjects. A model file declares its weights with
+`weights`, their published names with `names`, and the fields of its config.json with `config`,
+`ranges` and `packing`.
 
-These files import each other and `common/kernels`, and nothing else of this library. Everything
-that a model file does not import lies in a folder, on a floor above:
+These files import each other and `common/kernels`, and nothing else of this library. All other code
+of `common` is in folders:
 
-    kernels  <  *.py  <  loading  <  text  <  machines  <  serving  <  command
+    kernels  <  *.py  <  loading  <  text  <  machines  <  serving  <  server  <  command
 
-A folder imports from the folders on its left. To start, read `cache.py` next to a model file.
+Each may import only from what stands to its left. There is one exception: kernels import the stored
+forms of `quant.py`. To start, read `cache.py` next to a model file.
 """

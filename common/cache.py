@@ -23,13 +23,14 @@ from common.sharding import DATA, TENSOR, P, round_up
 
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = float(jnp.finfo(FP8).max)
+DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "int8", FP8)))  # of caches
 LANES = 128  # the numbers in one row of a TPU's tile
 TILE = 32  # positions in a tile of 8-bit numbers
 COPY_BLOCK = 128  # positions that are copied at once
 APPENDED = 2048  # a ring takes at least so many tokens at once
 RING_UNIT = 512  # the places of a window's ring are a multiple of this
-LATENT_PARTS = (1024, 512)  # positions of latents that are read at once, in a loop over them
-KERNEL_PARTS = (2048, *LATENT_PARTS)  # for a kernel, which stops where the slot ends
+LATENT_PARTS = (1024, 512)  # positions of latents that one turn of a loop reads
+KERNEL_PARTS = (2048, *LATENT_PARTS)  # the same around the TPU kernel, which stops at a slot's end
 
 
 @jax.tree_util.register_static
@@ -37,7 +38,7 @@ KERNEL_PARTS = (2048, *LATENT_PARTS)  # for a kernel, which stops where the slot
 class Ring:
     """Marks a cache that holds the newest S positions of a slot: position p is in place p % S."""
 
-    reach: int  # so many positions, its own included, are all that a query may see
+    reach: int  # the most positions that a query may see, its own included
 
 
 class KVCache(NamedTuple):
@@ -67,11 +68,11 @@ class RowCache(NamedTuple):
 LayerCache = KVCache | RowCache
 
 
-def checked(dtype: DTypeLike) -> jnp.dtype:
-    """The dtype of a cache, by any name. ValueError unless that is a float or int8."""
+def cache_dtype_of(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype of a cache, by any name. ValueError unless it is one of DTYPES."""
     dtype = jnp.dtype(dtype)
-    if not (jnp.issubdtype(dtype, jnp.floating) or dtype == jnp.int8):
-        raise ValueError(f"a cache holds floats or int8, not {dtype}")
+    if dtype not in DTYPES:
+        raise ValueError(f"a cache holds {', '.join(str(x) for x in DTYPES)}; not {dtype}")
     return dtype
 
 
@@ -82,9 +83,10 @@ def empty_cache(
     window: int | None = None,
     chunk: int | None = None,
 ) -> LayerCache:
-    """An empty layer: a `RowCache` if the width of a head is no multiple of 128; a `Ring` if a
-    query sees only its window or its chunk, and S is larger than that takes."""
-    (B, K, S, H), dtype = shape_BKSH, checked(dtype)
+    """An empty cache of one layer: a `RowCache` if H is not a multiple of 128, else a `KVCache`.
+    With a window or a chunk it has a `Ring`, if that is smaller than S. ValueError if the dtype is
+    none of a cache."""
+    (B, K, S, H), dtype = shape_BKSH, cache_dtype_of(dtype)
     ring = None
     if (reach := window or chunk) is not None:
         # A lap of the ring is a whole number of chunks.
@@ -100,7 +102,7 @@ def empty_cache(
 def empty_latent(shape_BSC: tuple[int, int, int], dtype: DTypeLike) -> RowCache:
     """An empty layer of latent vectors, which all heads share. Their C numbers are padded to the
     next multiple of 128, which is the memory that they take on a TPU anyway (see `RowCache`)."""
-    (B, S, C), dtype = shape_BSC, checked(dtype)
+    (B, S, C), dtype = shape_BSC, cache_dtype_of(dtype)
     C = round_up(C, LANES)
     scale = jnp.zeros((B, 1, S), jnp.float32) if dtype == jnp.int8 else None
     return RowCache(jnp.zeros((B, 1, S, C), dtype), scale, None)
@@ -112,14 +114,14 @@ def places(cache: LayerCache) -> int:
 
 
 def capacity_of(cache: tuple[LayerCache, ...]) -> int:
-    """The positions of a slot, without end if all layers are rings. Called outside `shard_map`,
-    where no axis is split."""
+    """How many positions a slot can hold: unlimited (the largest int32) if all layers are rings.
+    Called outside `shard_map`, where shapes are global."""
     return min((places(x) for x in cache if x.ring is None), default=np.iinfo(np.int32).max)
 
 
 def shortest_beginning(cache: tuple[LayerCache, ...], written: int) -> int:
-    """After `written` positions of a slot were written: the least n for which it still has all that
-    is needed to go on from its first n tokens."""
+    """The least n for which a slot can still be continued from its first n tokens, after `written`
+    positions were written to it. It is 0 if no ring has overwritten a position yet."""
     rings = [(places(layer), layer.ring.reach) for layer in cache if layer.ring is not None]
     return max((written - S + reach - 1 for S, reach in rings if written > S), default=0)
 
@@ -128,9 +130,9 @@ def shortest_beginning(cache: tuple[LayerCache, ...], written: int) -> int:
 
 
 def append(cache: LayerCache, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> LayerCache:
-    """Writes the keys and values of T tokens to positions start_B, start_B + 1, ... What would land
-    outside [0, S) is dropped, and before position 0 of a ring. ValueError if the last of them would
-    overwrite in a ring what the first sees."""
+    """Writes the keys and values of T tokens to positions start_B, start_B + 1, ... Positions
+    outside [0, S) are dropped; in a ring, only those below 0. ValueError if T is so large that the
+    last tokens would overwrite positions in the ring that the first token still sees."""
     if cache.ring is not None:
         S, T, flat = places(cache), k_BTKH.shape[1], cache._replace(ring=None)
         if S + 1 - cache.ring.reach < T:
@@ -156,13 +158,13 @@ def append_latent(cache: RowCache, latent_BTC: Array, start_B: Array) -> RowCach
     """Writes the latent vectors of T tokens. Positions are split over `tensor`, and each device
     keeps what lands in its own part."""
     start_B = start_B - lax.axis_index(TENSOR) * cache.rows.shape[2]
-    rows, scale = stored(widened(latent_BTC, cache)[:, :, None], cache.k_scale)
+    rows, scale = stored(padded(latent_BTC, cache)[:, :, None], cache.k_scale)
     return cache._replace(
         rows=write(cache.rows, rows, start_B), k_scale=write_scale(cache.k_scale, scale, start_B)
     )
 
 
-def widened(x: Array, cache: RowCache) -> Array:
+def padded(x: Array, cache: RowCache) -> Array:
     """[.., C] padded with zeros to the width of a row of the cache."""
     extra = cache.rows.shape[-1] - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)])
@@ -301,7 +303,7 @@ def attend_latent(
     first = lax.axis_index(TENSOR) * cache.rows.shape[2]  # the first position on this device
     q_BTNC = lax.all_gather(q_BTNC, TENSOR, axis=2, tiled=True)  # own heads -> of the group
     o_BTNC, lse_BTN = ragged_decode_attention(
-        widened(q_BTNC, cache),
+        padded(q_BTNC, cache),
         cache.rows,
         None,
         end_B - first,
@@ -329,13 +331,13 @@ def attend_expanded(
     scale: float,
 ) -> Array:
     """Causal attention of a device's own N heads over a latent cache whose positions are split over
-    `tensor`: [B, T, N, J]. expand(rows [B, P, W]) makes keys [B, N, P, H] and values [B, N, P, J]
-    of the rows of P positions, by a product with a matrix each.
+    `tensor`: [B, T, N, J]. expand(rows [B, P, W]) returns the keys [B, N, P, H] and the values
+    [B, N, P, J] of P positions: the products of their rows with two matrices.
 
-    They are made of a part of the positions at a time, up to the end of the longest slot: so the
-    cost grows with what is filled, and not with the capacity. On TPU, the kernel makes those of a
-    block, of the rows as they are stored. The reference makes all at once, because a loop of
-    unknown length has no gradient.
+    It is called for one part of the positions at a time, up to the end of the longest slot, so the
+    cost grows with the filled positions and not with the capacity. On TPU, the kernel multiplies
+    each block of stored rows on the chip. The reference expands all positions at once, because a
+    loop of unknown length has no gradient.
     """
 
     def expanded(name: Impl, rows: Array, k_scale: Array | None, end_B: Array) -> Any:
@@ -354,7 +356,7 @@ def attend_expanded(
         from common.kernels.prefill_attention_tpu import prefill_attention_tpu, unsupported
 
         def on_tpu(interpret: bool = False) -> Array:
-            # Of the rows of the unit matrix, the matrices themselves are made.
+            # Expanding the rows of the identity matrix returns the two matrices themselves.
             unit = jnp.eye(cache.rows.shape[3], dtype=q_BTNH.dtype)
             k_1NWH, v_1NWJ = expand(unit[None])
             options: Any = dict(made_by=(k_1NWH[0], v_1NWJ[0]), scale=scale, interpret=interpret)
@@ -409,8 +411,8 @@ def latent_rows(cache: RowCache, first: ArrayLike, size: int) -> tuple[Array, Ar
 
 
 def whole_parts(capacity: int, devices: int = 1) -> int:
-    """`capacity`, rounded up so that each device holds equally many positions, and as many as make
-    whole parts (see `LATENT_PARTS`) if they are more than the smallest."""
+    """`capacity`, rounded up so that all devices hold the same number of positions. If that number
+    is above the smallest of `LATENT_PARTS`, it is rounded up to a multiple of it."""
     each, part = -(-capacity // devices), LATENT_PARTS[-1]
     return devices * (round_up(each, part) if each > part else each)
 
@@ -512,9 +514,9 @@ def copy_blocks(
 def slot_beginnings(
     cache: Any, from_R: Array, length_R: Array, *, size: int, spec: Any, mesh: Mesh
 ) -> Any:
-    """A cache of one slot for each data shard, with the first length_R[i] positions of slot
-    from_R[i]. It has room for `size` positions; where positions are split over devices, for so many
-    on each device."""
+    """Returns a new cache with one slot for each data shard i, which holds the first length_R[i]
+    positions of the shard's slot from_R[i] (both int32). The slot has room for `size` positions; if
+    positions are split over devices, for `size` on each device."""
 
     def run(cache: Any, from_R: Array, length_R: Array) -> Any:
         room = jax.tree.map(lambda x: x[:1, :, :size], cache)

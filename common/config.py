@@ -176,8 +176,8 @@ def check_accepted(values: Mapping[str, Any], accepted: Mapping[str, Any], where
 def refuse_unknown(values: Mapping[str, Any], known: Collection[str], where: str = "") -> None:
     """ValueError names a key that is not known.
 
-    A null in config.json itself says nothing. In a part of it a null may: in `rope_parameters` it
-    says that the layers of one type rotate nothing.
+    An unknown key whose value is null is ignored at the top level, but refused in a nested object,
+    where it may mean something: in `rope_parameters`, that layers of one type do not rotate.
     """
     for key, value in values.items():
         if key not in known and (where or value is not None):
@@ -321,14 +321,14 @@ def read_rope(
     """The fields of `kind` that say how positions rotate: `rope_theta`, and if `kind` has them
     `rope_scaling` (None, or a NamedTuple of its settings) and `partial_rotary_factor`.
 
-    The settings are found in either spelling: next to each other, or all in `rope_parameters`,
-    which a `rope_scaling` overrides.
+    Two layouts are read: `rope_theta` beside `rope_scaling` at the top level, or all of it in
+    `rope_parameters`. If there is a `rope_scaling`, it is used in place of `rope_parameters`.
 
     Args:
-      scalings: the NamedTuple of each type of scaling that is implemented.
-      theta: what the family means if the file gives no `rope_theta`.
-      rotated: what the family means if the file gives no `partial_rotary_factor`.
-      default: what the family means if the file gives no settings.
+      scalings: the NamedTuple of each type of scaling that is implemented, by name.
+      theta: the family's default for `rope_theta`.
+      rotated: the family's default for `partial_rotary_factor`.
+      default: the family's settings if the file has neither of the two objects.
       ignored: settings that have no effect.
     """
     where = "rope_parameters" if hf.get("rope_scaling") in (None, {}) else "rope_scaling"

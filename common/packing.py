@@ -1,7 +1,7 @@
 """Reads `quantization_config` of checkpoints whose matrices others have quantised.
 
-A model file declares plain matrices, and keeps in its Config what this file says of them.
-`common.loading.packed` makes of both which arrays a checkpoint holds, and under which names.
+A model file declares plain matrices, and keeps the `Packing` that this file returns in its Config.
+From both, `common.loading.packed` derives the arrays that a checkpoint holds, and their names.
 """
 
 import re
@@ -30,7 +30,7 @@ class Packing(NamedTuple):
     bits: int = 8
     group: int | None = None  # how many neighbours in a row share a scale; None: the whole row
     zero: bool = False  # whether groups have zero points
-    plus: int = 0  # what the stored zero points lack
+    plus: int = 0  # added to stored zero points; 1 for GPTQ v1, which stores them minus 1
     targets: tuple[str, ...] = (LINEAR,)  # regular expressions of names of modules
     ignored: tuple[str, ...] = ()
 
@@ -71,7 +71,8 @@ def awq(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
 
 
 def gptq(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
-    """GPTQ, arXiv 2210.17323: 4 or 8 bits. With act-order, a group would not be neighbours."""
+    """GPTQ, arXiv 2210.17323: 4 or 8 bits. Refuses act-order (desc_act), in which the members of a
+    group are not neighbours."""
     needed = dict(bits=(4, 8), sym=(True, False), desc_act=False)
     version = "checkpoint_format"
     accepted: dict[str, Any] = {version: ("gptq", "gptq_v2")}
@@ -162,8 +163,8 @@ def weight_scheme(format: str, weights: Any, where: str) -> Packing:
 
 
 def check_activations(values: Any, where: str) -> None:
-    """ValueError if activations are rounded with stored scales. If their scales are computed as
-    they come, the rounding is an approximation that need not be repeated."""
+    """ValueError for static activation scales, which are stored in the file. Dynamic quantisation
+    of activations is accepted, and not done: it only saves time, at the cost of accuracy."""
     if values is not None and not (isinstance(values, Mapping) and values.get("dynamic") is True):
         raise ValueError(
             f"config.json: {where}={show(values)} is not implemented, only null and dynamic=true"

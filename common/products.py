@@ -25,22 +25,22 @@ from common.quant import (
 
 Array = jax.Array
 
-# For so many rows of bfloat16 it pays to write the matrix out in float32, if float32 products are
-# faster. For more rows, x itself would take much memory in float32.
+# If this CPU multiplies float32 faster, a product with this many rows of bfloat16 first writes its
+# matrix out in float32. With more rows, x in float32 would take too much memory.
 WIDENED_ROWS = range(256, 1025)
-SLICES = 32  # of one product on CPU; each of them takes time to compile
-INT8_ROWS = 16  # for so many rows it pays to write an int8 matrix out on CPU
-FEW_ROWS = 128  # up to so many, XLA on CPU is faster if it does not write a matrix in groups out
+SLICES = 32  # the most slices of one product on CPU; each takes time to compile
+INT8_ROWS = 16  # with at least this many rows, a CPU writes an int8 matrix out before the product
+FEW_ROWS = 128  # with at most this many rows, a CPU does not write a Grouped matrix out
 
 
 def linear(x: Array, w: Matrix, out_dtype: DTypeLike | None = None) -> Array:
     """x [..., in] times the transpose of w [out, in], summed in float32: [..., out] in `out_dtype`,
     or in x's dtype if that is not given.
 
-    On CPU, a few rows that are multiplied by int8 are rounded to the sum of two int8 arrays: CPUs
-    have an instruction for such products. For others, XLA would first write the whole weight out.
-    One row alone is not rounded, if its matrix is narrow enough to multiply it in slices.
-    """
+    On CPU, if w is int8 and x has fewer than INT8_ROWS rows, x is rounded to the sum of two scaled
+    int8 arrays, because CPUs multiply int8 by int8 directly; for other dtypes XLA would write the
+    whole weight out. A single row is not rounded if `sliced_product` can take it. ValueError if w
+    is an Mxfp4, which only `ragged_dot` takes."""
     *lead, width = x.shape
     rows = x.reshape(-1, width)
     if isinstance(w, Grouped):
@@ -99,8 +99,8 @@ def can_slice(x: Array) -> bool:
 def sliced_product(x: Array, w: Array) -> Array:
     """One row x [1, in] times a matrix [out, in] of bfloat16 or int8 on CPU: float32 [1, out].
 
-    XLA's own product would convert one number after the other. Of a sum over slices of the columns,
-    XLA makes one loop, which converts and multiplies whole vectors and runs on all cores.
+    XLA's own product would convert one number at a time. If the columns are cut into slices and the
+    products of the slices are added, XLA compiles one loop over whole vectors, on all cores.
     """
     with set_xla_metadata(inlineable="false"):  # it compiles faster as a call of its own
         return _sliced_product(x.astype(jnp.float32), w)
@@ -112,8 +112,8 @@ def _sliced_product(x: Array, w: Array) -> Array:
     step = width // slices_of(width)
     slices = [slice(i, i + step) for i in range(0, width, step)]
     y = sum(w[:, part].astype(jnp.float32) * x[:, part] for part in slices)
-    # What is left of each row is summed by a product, because XLA would compute a sum in the loop,
-    # number by number. The second column keeps it from doing the same with the product.
+    # y still has `step` partial sums per row. A product with ones adds them, because XLA would pull
+    # a plain sum into the loop, number by number. It would pull in a product with one column, too.
     return (y @ jnp.ones((step, 2), jnp.float32))[:, :1].T
 
 
@@ -134,10 +134,10 @@ def widened(w: Array, x: Array) -> Array:
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU is assumed to multiply many rows faster in bfloat16 than in float32. It is
-    assumed of all CPUs except those of which Linux says that they have AVX, but neither a matrix
-    unit (AMX) nor a vector instruction for it. With the instruction alone, this was measured on
-    AMD, and not on Intel."""
+    """Whether this CPU is assumed to multiply many rows faster in bfloat16 than in float32. False
+    only if Linux lists AVX, but neither a matrix unit for bfloat16 (amx_bf16) nor a vector
+    instruction (avx512_bf16). For CPUs with the vector instruction alone, this was measured on AMD;
+    on Intel it is an assumption."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -187,8 +187,8 @@ def grouped_product(x: Array, w: Grouped, out_dtype: DTypeLike) -> Array:
 
     def by_number(x: Array, w: Grouped) -> Array:
         two = two_rows(x.astype(jnp.float32))
-        # Without the barrier, XLA would compute x again for each column of w; or, for matrices of
-        # one shape that multiply one x, write out x repeated for each column.
+        # Without the barrier, XLA would compute x again for each column of w. If several matrices
+        # of one shape multiply the same x, it would instead write out a copy of x for each column.
         two, scale = lax.optimization_barrier((two, w.scale))
         w = w._replace(scale=scale)
         return (two[:, :, None] * dequantize_groups(w)).sum(1)[: len(x)].astype(out_dtype)
@@ -204,8 +204,8 @@ def grouped_product(x: Array, w: Grouped, out_dtype: DTypeLike) -> Array:
         return product_by_group(x, w).astype(out_dtype)
 
     forms: dict[str, Any] = dict(cpu=by_number) if len(x) <= FEW_ROWS else {}
-    # The sums of all groups are in memory then: 8 bytes a row and column are moved for each group,
-    # and for a matrix that is written out in 16 bits, 4 for each number of the group.
+    # For each group and column, by_group writes and reads a float32 sum for each row: 8 bytes. The
+    # plain form writes and reads each number of the group in 16 bits: 4 bytes. Take the smaller.
     if 2 * len(x) <= w.values.shape[0] // w.scale.shape[0]:
         forms["cuda"] = by_group
     if unsupported(x, stack_of_one(w)) is None:
@@ -228,7 +228,7 @@ def product_by_group(x: Array, w: Grouped) -> Array:
 
 
 def dense(w: Matrix, dtype: DTypeLike) -> Array:
-    """A plain matrix as it is, and one in 8-bit floats as a plain matrix of `dtype`."""
+    """A plain matrix as it is; Fp8 and Grouped as [out, in] in `dtype`. ValueError for others."""
     if isinstance(w, Fp8):
         return dequantize_fp8(w).astype(dtype)
     if isinstance(w, Grouped):

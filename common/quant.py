@@ -20,8 +20,8 @@ Array = jax.Array
 
 FP8_BLOCK = 128  # rows and columns of a published fp8 matrix that share a scale
 MXFP4_GROUP = 32  # neighbours in a row that share a scale
-# The largest number of a group becomes each of these integers, as scales are tried: first, step,
-# and how many.
+# The scales that are tried map the largest number of a group to -9, -8.75, ..., -6. These are the
+# first value, the step, and how many.
 STEPS = (-9.0, 0.25, 13)
 
 

@@ -26,9 +26,9 @@ class Sampling(NamedTuple):
 
     temperature_B: Array  # float32; 0 is greedy
     top_k_B: Array  # int32; keeps the k largest logits; 0 is off
-    top_p_B: (
-        Array  # float32; keeps the fewest tokens that hold this share of what is left; 1 is off
-    )
+    # float32; keeps the fewest tokens that hold this share of the probability that top-k left; 1 is
+    # off
+    top_p_B: Array
     min_p_B: Array  # float32; keeps tokens with this share of the likeliest's probability; 0 is off
     seed_B: Array  # uint32
 
@@ -144,24 +144,29 @@ def kept_mass(x_BV: Array, max_B: Array, sampling: Sampling, axes: tuple[str, ..
     """
     hot_B = sampling.temperature_B > 0
     p_BV = jnp.exp((x_BV - max_B[:, None]) / jnp.where(hot_B, sampling.temperature_B, 1)[:, None])
+    on_FB = jnp.stack([sampling.top_k_B > 0, sampling.top_p_B < 1]) & hot_B
 
-    def keep(on_B: Array, weight_BV: Array | float, target: Callable[[], Array]) -> Array:
+    def keep(f: Array, p_BV: Array) -> Array:
+        """Applies filter f. Both filters share this code, so the search is compiled once."""
+
         def search() -> Array:
-            # A filter that is off asks for infinite weight, so it keeps all tokens, as if no slot
-            # needed a search.
-            return _threshold(x_BV, max_B, weight_BV, jnp.where(on_B, target(), jnp.inf), axes)
+            # float32 counts exactly up to 2**24, which no vocabulary exceeds.
+            share_B = sampling.top_p_B * lax.psum(p_BV.sum(1), axes)
+            target_B = jnp.where(f == 0, sampling.top_k_B.astype(jnp.float32), share_B)
+            # A slot whose filter is off gets an infinite target. No threshold reaches it, so the
+            # result is -inf, which keeps all tokens, as if no slot needed a search.
+            target_B = jnp.where(on_FB[f], target_B, jnp.inf)
+            return _threshold(x_BV, max_B, jnp.where(f == 0, 1, p_BV), target_B, axes)
 
-        t_B = lax.cond(jnp.any(on_B & hot_B), search, lambda: jnp.full_like(max_B, -jnp.inf))
+        t_B = lax.cond(jnp.any(on_FB[f]), search, lambda: jnp.full_like(max_B, -jnp.inf))
         return jnp.where(x_BV >= t_B[:, None], p_BV, 0)
 
-    # float32 counts exactly up to 2**24, which no vocabulary exceeds.
-    p_BV = keep(sampling.top_k_B > 0, 1.0, lambda: sampling.top_k_B.astype(jnp.float32))
-    p_BV = keep(sampling.top_p_B < 1, p_BV, lambda: sampling.top_p_B * lax.psum(p_BV.sum(1), axes))
+    p_BV = lax.fori_loop(0, len(on_FB), keep, p_BV)
     return jnp.where(p_BV >= sampling.min_p_B[:, None], p_BV, 0)
 
 
 def _threshold(
-    x_BV: Array, max_B: Array, weight_BV: Array | float, target_B: Array, axes: tuple[str, ...]
+    x_BV: Array, max_B: Array, weight_BV: Array, target_B: Array, axes: tuple[str, ...]
 ) -> Array:
     """The largest t_B <= max_B for which the weight of all x >= t reaches target_B; -inf if none
     does.
@@ -178,8 +183,8 @@ def _threshold(
 
     def refine(i: Array, image_B: Array) -> Array:
         shift = (30 - 2 * i).astype(jnp.uint32)
-        ts = [value(image_B + (jnp.uint32(digit) << shift)) for digit in (1, 2, 3)]
-        weights = [jnp.where(x_BV >= t_B[:, None], weight_BV, 0).sum(1) for t_B in ts]
+        t_JB = value(image_B + (jnp.arange(1, 4, dtype=jnp.uint32)[:, None] << shift))
+        weights = [jnp.where(x_BV >= t_B[:, None], weight_BV, 0).sum(1) for t_B in t_JB]
         reached_JB = lax.psum(jnp.stack(weights), axes) >= target_B  # partial -> replicated
         return image_B + (reached_JB.sum(0, dtype=jnp.uint32) << shift)
 
@@ -193,25 +198,28 @@ def _image(x: Array) -> Array:
 
 
 def _uniform(seed: Array, position: Array) -> Array:
-    """One float32 in (0, 1), from the seed and the position alone."""
+    """One float32 in (0, 1), from the seed and the position alone: a block of the cipher Threefry,
+    whose key is the seed and whose counter is the position."""
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
     # Centres of 2**23 cells. Their lower ends include 0, which would draw the first token, however
     # improbable it is.
-    return jax.random.uniform(key) + 2.0**-24
+    return (jax.random.key_data(key)[0] >> 9) * jnp.float32(2**-23) + jnp.float32(2**-24)
 
 
 def _descend(mass_BX: Array, rest_B: Array) -> tuple[Array, Array]:
     """Lays the masses of the bins end to end; returns the bin [B] in which rest_B falls, and how
     far inside it.
 
-    Sums round, and parallel prefix sums need not be monotone. Still, an empty bin is never hit, and
-    a rest_B past the end hits the last bin that has mass.
+    Each end is a sum of X terms, of which later bins are 0. All ends add them in the same order, so
+    rounding keeps them in order too. So an empty bin is never hit, and a rest_B past the end hits a
+    bin that has mass.
     """
-    end_BX = jnp.where(mass_BX > 0, jnp.cumsum(mass_BX, 1), 0)
-    rest_B = jnp.minimum(rest_B, jnp.nextafter(end_BX.max(1), jnp.zeros_like(rest_B)))
-    bin_B = jnp.argmax(end_BX > rest_B[:, None], axis=1).astype(jnp.int32)
-    start_B = jnp.take_along_axis(end_BX - mass_BX, bin_B[:, None], axis=1)[:, 0]
-    return bin_B, jnp.maximum(rest_B - start_B, 0)
+    x = jnp.arange(mass_BX.shape[1])
+    end_BX = jnp.where(x[:, None] <= x, mass_BX[:, :, None], 0).sum(1)
+    # The factor takes a float32 to the one below it.
+    rest_B = jnp.minimum(rest_B, end_BX[:, -1] * np.float32(1 - 2**-24))
+    passed_BX = end_BX <= rest_B[:, None]
+    return passed_BX.sum(1), rest_B - jnp.where(passed_BX, end_BX, 0).max(1)
 
 
 class Scores(NamedTuple):

@@ -54,12 +54,12 @@ def counting(new_BT: Array, count_B: Array) -> Array:
 
 
 def lookup(text_BS: Array, length_B: Array, K: int) -> Array:
-    """Drafts K tokens [B, K]: those that followed when the newest tokens of a slot last stood in
-    its own text. Three tokens that repeat go before two. If what followed reaches the end of the
-    text, it is repeated. NO_TOKEN where nothing repeats. (Prompt lookup decoding.)
+    """Prompt lookup decoding: drafts K tokens, int32 [B, K]. Finds the last earlier place in the
+    slot's text that has the same three newest tokens, or else the same two. Drafts what followed
+    it, repeated if that is shorter than K. NO_TOKEN if there is no such place.
 
     Args:
-      text_BS: the tokens of each slot, of which the newest is at length_B.
+      text_BS: int32, the tokens of each slot, of which the newest is at length_B.
     """
     at_S = jnp.arange(text_BS.shape[1])
 

@@ -60,8 +60,8 @@ class DecodeState(NamedTuple):
     length_B: Array
     token_B: Array
     sampling: Sampling
-    draft_B: Array  # int32: the drafted token, which may come after the newest
-    new_BT: Array  # int32 [B, 2]: the tokens of the last step, then NO_TOKEN
+    draft_B: Array  # int32: the draft of the token that follows the newest one
+    new_BT: Array  # int32 [B, 2]: the one or two tokens of the last step; NO_TOKEN after one
 
 
 STATE_SPEC = DecodeState(*model.STATE_SPEC, draft_B=P(DATA), new_BT=P(DATA))
@@ -160,9 +160,9 @@ def append(
     implementation: str,
     drafted: bool,
 ) -> DecodeState:
-    """One device's part of both verbs; a count of 0 leaves a slot as it is. In `prefill` the first
-    count_B of T tokens are known. In `generate` they are the newest token and, `drafted`, one that
-    is kept only if it is right."""
+    """One device's part of `prefill` and `generate`. A count of 0 leaves a slot as it is. `prefill`
+    appends the first count_B of T tokens. `generate` sets `drafted`: the T = 2 tokens are the
+    newest one and its draft, and the draft is kept only if the model samples the same token."""
     main, T = without_mtp(weights), tokens_BT.shape[1]
     is_on_B = count_B > 0
     end_B, row_B = jnp.where(is_on_B, state.length_B + T, 0), jnp.arange(len(tokens_BT))
@@ -209,9 +209,9 @@ def prefill(
     mesh: Mesh,
     implementation: str = AUTO,
 ) -> DecodeState:
-    """`prefill` of model.py, and a draft. If a prompt takes several calls, the layer that drafts
-    takes the model's own guess for the token after the last one of a call. That can spoil a draft a
-    little, and never the text."""
+    """`prefill` of model.py, which also drafts a token. If a prompt takes several calls, the last
+    token of a call is paired with the token that the model samples there, not with the next prompt
+    token. This may make later drafts worse; the text does not change."""
     run = partial(append, config=config, implementation=implementation, drafted=False)
     specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
     check = implementation in KERNEL_FREE

@@ -224,7 +224,7 @@ def yarn_frequencies(period: np.ndarray, theta: float, yarn: Yarn) -> np.ndarray
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, R - 1)  # R - 1 is the published bound
     width = high - low if high != low else 0.001  # never 0 / 0
-    # At position 100,000 one bit of a frequency is a hundredth of a radian: so keep this order.
+    # Keep this order of operations: one ulp of a frequency is 0.006 radians at position 100,000.
     keep = 1 - np.clip((np.arange(R // 2, dtype=np.float32) - low) / width, 0, 1)
     return 1 / (yarn.factor * period) * (1 - keep) + 1 / period * keep
 

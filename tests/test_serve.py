@@ -237,11 +237,16 @@ def test_prompts_that_several_cpus_read_while_they_compile_are_not_timed():
         (Request([1], 0), "max_new_tokens must be at least 1, got 0"),
         (Request([1], 4, temperature=-1.0), "temperature must be"),
         (Request([1], 4, top_p=0.0), "top_p must be"),
-        (Request([1], 2.5), "max_new_tokens must be whole numbers"),
-        (Request([1.5], 4), "prompt 2, stop_ids and max_new_tokens must be whole numbers"),
+        (Request([1], 2.5), "max_new_tokens and logprobs must be whole numbers"),
+        (Request([1], 4, logprobs=1.5), "logprobs must be whole numbers"),
+        (
+            Request([1.5], 4),
+            "prompt 2, stop_ids, max_new_tokens and logprobs must be whole numbers",
+        ),
         (Request([1], 4, stop_ids=5), "must be whole numbers"),
         (Request([1], 4, stop="Exit"), "stop must be a list of texts, not 'Exit'"),
         (Request([1], 4, stop=[5]), "stop must be a list of texts"),
+        (Request([1], 4, stop=None), "stop must be a list of texts"),
         (Request([1], 4, logprobs=0), "this session gives no log-probabilities"),
     ],
 )

@@ -212,6 +212,26 @@ def test_a_ring_that_was_copied_does_not_have_what_its_source_had_lost(family, r
     assert read(session, prompts[2], 20)[0] == read(begin(), prompts[2], 20)[0]
 
 
+@pytest.mark.parametrize("keep_host", [0, 1])
+def test_a_beginning_that_one_ring_has_lost_is_found_where_another_has_it(keep_host, monkeypatch):
+    """The long text comes last, and has the same beginning. With host memory, both texts leave
+    their slots before the beginning is wanted again."""
+    monkeypatch.setattr(cache, "APPENDED", 24)
+    model, rng = model_of("gpt_oss"), np.random.default_rng(3)
+    session = start_session(model, 4, 64, "float32", reuse_multiple=CHUNK, keep_host=keep_host)
+    head, *others = rng.integers(1, 90, (6, 2 * CHUNK)).tolist()
+
+    def cached(*prompt):
+        (_, last) = serve(session, [Request([*prompt], 2)])
+        return last.counts.cached
+
+    assert cached(*head, 1, 2) == 0
+    assert cached(*head, *others[0][:28], 3) == 2 * CHUNK
+    if keep_host:
+        assert [cached(*other) for other in others[1:]] == [0] * 4
+    assert cached(*head, 4, 5) == 2 * CHUNK
+
+
 def test_every_family_has_a_case():
     assert CASES.keys() >= {family for family in FAMILIES if FAMILIES[family].shown}
 
@@ -412,8 +432,11 @@ def test_ids_that_are_not_in_the_vocabulary_are_refused(ids):
         (dict(capacity=10**6), "the model's context, not 1000000"),
         (dict(capacity=0), "the model's context, not 0"),
         (dict(draft="luck"), "draft 'luck' is neither"),
-        (dict(reuse_multiple=0), "reuse_multiple must be at least 1"),
-        (dict(dtype="int4"), "floats or int8, not int4"),
+        (dict(reuse_multiple=0), "reuse_multiple must be an integer of at least 1, got 0"),
+        (dict(draft_tokens=2.5), "draft_tokens must be an integer of at least 1, got 2.5"),
+        (dict(keep=-1), "keep must be an integer of at least 0, got -1"),
+        (dict(keep_host=float("nan")), "keep_host must be finite and at least 0, got nan"),
+        (dict(dtype="int4"), "a cache holds float32, .* not int4"),
     ],
 )
 def test_a_session_that_cannot_be_is_refused(options, told):
@@ -451,9 +474,13 @@ def test_more_log_probabilities_than_are_computed_are_refused(wanted):
 TEXTS = st.lists(st.integers(0, 1), min_size=0, max_size=20)
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), TEXTS), max_size=20), TEXTS)
-def test_the_longest_beginning_is_found(changes, wanted):
-    """As by comparing with every text; a beginning of less than a block is not found."""
+NUMBERS = st.lists(st.just(0) | st.integers(0, 20), min_size=6, max_size=6)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), TEXTS), max_size=20), TEXTS, NUMBERS)
+def test_the_longest_beginning_is_found(changes, wanted, least):
+    """As by comparing with every text; a beginning of less than a block is not found. Place n can
+    be continued from its first least[n] tokens, or more."""
     index, texts = Prefixes(), {}
     for n, text in changes:
         place = Place("slot", n)
@@ -462,10 +489,11 @@ def test_the_longest_beginning_is_found(changes, wanted):
         if text:
             hold(index, place, text)
             texts[place] = text
-    place, length = longest(index, wanted)
-    best = max((prefixes.common_prefix(t, wanted) for t in texts.values()), default=0)
-    assert length == (best if best >= prefixes.BLOCK else 0)
-    assert not length or texts[place][:length] == wanted[:length]
+    place, length = longest(index, wanted, lambda place, n: n >= least[place.number])
+    common = {x: prefixes.common_prefix(text, wanted) for x, text in texts.items()}
+    usable = [n for x, n in common.items() if n >= max(prefixes.BLOCK, least[x.number])]
+    assert length == max(usable, default=0)
+    assert not length or (common[place] == length >= least[place.number])
     for place in list(texts):
         forget(index, place)
     assert not index.texts and not index.holders
@@ -482,6 +510,9 @@ def test_the_least_missed_place_is_empty_or_held_twice_or_used_least_recently():
     assert least_missed(index, places) == places[0]
     hold(index, Place("kept", 0), [3] * 12)
     assert is_covered(index, places[2]) and least_missed(index, places) == places[2]
+    lost = lambda place, n: place.tier == "slot"  # the kept text cannot be continued from there
+    assert not is_covered(index, places[2], lost)
+    assert least_missed(index, places, lost) == places[0]
 
 
 @pytest.mark.parametrize("keep, keep_host, found", [(0, 0, 0), (4, 0, 48), (0, 9, 48)])

@@ -27,7 +27,7 @@ HEAD = """# From llama3 to the others
 All model files have the same order and the same names. Definitions with the same name and the same
 task have the same body, so the difference between two files is the difference between two
 architectures. `python tools/differences.py` makes this page from the files, and a test fails when
-it is out of date. For each family it lists the definitions that equal llama3's letter by letter
+it is out of date. For each family it lists the definitions that are identical to llama3's
 (for Kimi K2, those of DeepSeek R1), then the new ones, with links, and the changes to the rest.
 """
 

@@ -67,8 +67,8 @@ def ragged_decode_attention(
         is split over devices, only one device gets the sinks.
       wraps: position p is in place p % S of the cache, which holds the newest S of the `lengths`
         positions. No query may see an older one.
-      return_lse: also return the log-sum-exp of the scaled logits, float32 [B, T, N]; -inf if a
-        query sees nothing.
+      return_lse: also return the log-sum-exp of each query's scores and its sink, float32 [B, T,
+        N]; -inf if there are none. `merge_parts` joins parts of the positions with it.
       implementation: an `Impl`. "auto" is the platform's kernel if that takes these arrays, else
         "blocked". "tpu" takes queries in f32 or bf16, and a capacity that is small or a multiple of
         128. "gpu" takes queries in bf16 and heads of a multiple of 16, and needs Hopper; a cache

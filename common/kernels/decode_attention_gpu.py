@@ -94,10 +94,10 @@ def kernel_sizes(
 ) -> KernelSizes:
     """Returns the sizes for these arrays, or shapes of arrays.
 
-    Two blocks of threads share a multiprocessor if the memory of both fits. Splitting adds blocks
-    of threads only while all are resident at once: there are 132 to 264, or half of that. And a
-    split of a full cache reads at least as many bytes as its partial results take to write and
-    read.
+    Two blocks of threads share a multiprocessor if the shared memory of both fits. The number of
+    splits is the largest that meets two bounds. All blocks of threads are resident at once: there
+    are at most 264, or 132 if two do not fit. And a split of a full cache reads at least as many
+    bytes as it takes to write and read back its partial results.
     """
     (B, T, N, _), (_, K, S, W) = q_BTNH.shape, k_BKSH.shape
     Hv, dtype = value_width(v_BKSH, v_dim), jnp.dtype(k_BKSH.dtype)

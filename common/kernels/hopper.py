@@ -22,7 +22,8 @@ ROWS = 64  # rows that one tensor core instruction of a warpgroup multiplies
 PASS = 64  # columns that go through registers at a time
 MULTIPROCESSORS = 132  # of an H100 and an H200
 SHARED = 233472  # bytes of shared memory in a multiprocessor
-# Bytes of it per block of threads: for the system, and for barriers, reductions and alignment.
+# Bytes of SHARED that each block of threads loses: to the system (1024), and to barriers,
+# reductions and alignment (2048).
 OVERHEAD = 1024 + 2048
 WIDE = jnp.dtype(jnp.bfloat16)  # the dtype that is multiplied
 NARROW = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))

@@ -40,7 +40,7 @@ Array = jax.Array
 ROWS = 1024  # of queries in a block
 BLOCK = 1024  # positions: 1024 * 1024 float32 scores are 4 MiB
 QUERIES = 16  # a multiple of this; bf16 is stored in tiles of 16 rows
-VMEM_LIMIT = 12 << 20  # for each byte of a query's number: blocks, and a few copies of the scores
+VMEM_LIMIT = 12 << 20  # times the bytes of q's dtype: for the blocks and a few copies of the scores
 
 
 class Static(NamedTuple):
@@ -113,9 +113,11 @@ def prefill_attention_tpu(
     return_lse: bool = False,
     interpret: Any = False,
 ) -> Any:
-    """Computes `prefill_attention`. With `wraps`, lengths are below 2 * S, and position p is in
-    place p % S. With `made_by`, two matrices [N, W, H] and [N, W, Hv] make the keys and values of
-    each head of the one row [W] that is cached for a position."""
+    """Computes `prefill_attention`: [B, T, N, Hv] in q's dtype and, if `return_lse`, the
+    log-sum-exp [B, T, N] in float32. The caller has checked `unsupported`. With `wraps`, lengths
+    are below 2 * S, and position p is in place p % S. With `made_by`, a position has one cached row
+    [W], which is multiplied by two matrices, [N, W, H] and [N, W, Hv], to give each head's key and
+    value."""
     (T, N, H), (K, S, W) = q_BTNH.shape[1:], k_BKSH.shape[1:]
     K = N if made_by else K
     G = N // K

@@ -71,10 +71,10 @@ def ragged_dot(
         bf16 rows and weights in bf16, Rowwise, Fp8 or Mxfp4, and needs Hopper. Other platforms
         interpret these two, for tests.
 
-    On TPU, XLA chooses the layout of an array whose last dimension is not a multiple of 128. It
-    would then copy the whole array for the kernel: place such weights as `row_major` says.
+    On TPU, XLA may store an array transposed if its last dimension is not a multiple of 128, and
+    would copy all of it for the kernel. Place such weights with `row_major`.
 
-    Returns [M, O].
+    Returns [M, O]. ValueError if shapes do not fit, or if a named kernel does not take the arrays.
     """
     if isinstance(w_EOI, Rowwise) and w_EOI.scale.shape[1:-1] == (1,):  # a part of a sharded stack
         w_EOI = w_EOI._replace(scale=w_EOI.scale[:, 0])

@@ -62,11 +62,12 @@ TILE_ROWS = (128, 64, 32, 16)  # the smaller ones if I is so large that nothing 
 MANY_ROWS = 256  # in a tile, if experts have at least this many on average
 UPCAST_ROWS = 32  # of a matrix at a time; a memory tile of 8-bit numbers has as many
 GROUPS = (8, 16, 32, 64)  # numbers that share a scale; multiples of 128 are taken as well
-# In a tile of groups, whose program grows with it, there are at most so many columns; or as many as
-# make so many numbers, if those are more.
+# A tile of a Grouped matrix has at most MAX_COLUMNS columns, or MAX_NUMBERS numbers if that allows
+# more columns. The unrolled program grows with the tile.
 MAX_COLUMNS, MAX_NUMBERS = 512, 1 << 22
-# Up to so many rows of x the scales multiply the sums: without repeats, and with all of these.
-FEWEST_ROWS, FEWEST_REPEATED = 64, 32
+# The scales multiply the sums of groups if x has at most MOST_ROWS rows, and none is repeated; or
+# at most MOST_REPEATED rows, counting the repeats.
+MOST_ROWS, MOST_REPEATED = 64, 32
 
 
 class Pairs(NamedTuple):
@@ -154,7 +155,7 @@ def _repeats(w_EOI: Matrix, rows: int, M: int) -> int:
     0 if they multiply the weights."""
     group = _group(w_EOI)
     repeats = max(1, LANES // group) if group else 0
-    fewest = FEWEST_ROWS if repeats == 1 else FEWEST_REPEATED
+    fewest = MOST_ROWS if repeats == 1 else MOST_REPEATED
     return repeats if rows == M and repeats * rows <= fewest else 0
 
 
@@ -401,7 +402,9 @@ def ragged_dot_tpu(
     out_dtype: Any,
     interpret: Any = False,
 ) -> Array:
-    """Computes `ragged_dot` on TPU."""
+    """Computes `ragged_dot` on TPU: [M, O] in `out_dtype`. The caller has checked that
+    `unsupported(x_MI, w_EOI)` is None. group_sizes_E may be a NumPy array: then the list of pairs
+    is a constant of the program. `interpret` is passed to `pl.pallas_call`."""
     if isinstance(w_EOI, Grouped) and w_EOI.zero is not None:
         kernel = partial(ragged_dot_tpu, out_dtype=jnp.float32, interpret=interpret)
         plain_MO = kernel(x_MI, _without_zero(w_EOI), group_sizes_E, bias_EO)

@@ -111,7 +111,8 @@ def rows_by_path(table: Table) -> dict[str, tuple[str, Transform]]:
 def cropped(
     tensor: StoredTensor, transform: Transform, array: Weight, stacked: bool
 ) -> StoredTensor:
-    """Without the numbers that only fill up the last words of a packed tensor."""
+    """Returns a packed tensor with the shape of its weight, which drops the numbers that only fill
+    up the last words. Returns any other tensor as it is."""
     words, want = tensor.words, stored_shape(array.shape[stacked:], transform)
     if words is None or len(want) != 2 or tensor.shape != words.filled(want):
         return tensor

@@ -106,8 +106,9 @@ def declare(module: Any, config: Any, shards: Shards = UNSPLIT) -> tuple[Any, Ta
 
 
 def published(packing: Packing, scales: int) -> Packed:
-    """The form of a matrix with so many scales in a row. Whole numbers are always `Grouped`: with
-    `Rowwise` ones, a product on CPU would round what they multiply."""
+    """The form of a matrix that has `scales` scales per row. Integers are always `Grouped`, even
+    with one scale per row: a product on CPU rounds the activations that multiply a `Rowwise`
+    int8."""
     if FORMATS[packing.format] is FLOAT:
         return Packed(Rowwise, jnp.float8_e4m3fn, scales)
     values = jnp.int4 if packing.bits == 4 else jnp.int8
@@ -220,8 +221,10 @@ def group_of_each(width: int, group: int) -> tuple[int, ...]:
 
 
 def unpacked(tensors: Tensors, table: Table, packing: Packing | None) -> Tensors:
-    """The same tensors, where those that hold several numbers in a word have the shape of these,
-    and the two halves of an expert's matrix are one tensor."""
+    """The tensors as the table describes them. A tensor of 32-bit words gets the shape of the
+    numbers that are packed in it. Separate gate and up tensors become one, if the table has a row
+    for the fused tensor. ValueError if packed words are not I32, or if gate and up differ in shape
+    or dtype."""
     if packing is None:
         return tensors
     format = FORMATS[packing.format]

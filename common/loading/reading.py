@@ -87,7 +87,8 @@ def read_tensor(
 def pieces(
     tensor: StoredTensor, rows: Sequence[Span]
 ) -> Iterator[tuple[StoredTensor, Sequence[Span]]]:
-    """Yields the tensors that hold the rows of one, each with the spans that it fills."""
+    """Yields the one or two tensors that hold the rows, each with the spans that it fills. (The
+    gate and up halves of a fused matrix may be two tensors: see `StoredTensor.below`.)"""
     if tensor.below is None:
         yield tensor, rows
         return

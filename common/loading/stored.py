@@ -23,20 +23,20 @@ LONGEST_NAME = 255  # characters, in the name of a tensor or of a file
 LARGEST_HEADER = 100_000_000  # bytes, by the format's own rule
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 KEPT = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "U8": np.dtype(np.uint8)}  # never cast
-# Whole numbers of four bits are read as int8. No file holds them but in words of several.
+# 4-bit integers are read as int8. Files hold them only packed, several in a 32-bit word.
 KEPT |= {"I8": np.dtype(np.int8), "I4": np.dtype(jnp.int4)}
 WHOLE = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 DTYPES = FLOATS | KEPT | WHOLE
 
 
 class Words(NamedTuple):
-    """How whole numbers are packed in words of 32 bits, which a file holds as int32. A number is
-    unsigned, and half of its range is subtracted."""
+    """How integers of a few bits are packed in words of 32 bits, which a file holds as int32. They
+    are stored unsigned: to read one, half of the range, 2**(bits - 1), is subtracted."""
 
-    bits: int  # of a number
+    bits: int  # of one integer
     axis: int  # neighbours along this axis share a word
-    places: tuple[int, ...]  # of a word's numbers in it, counted from the low end
-    plus: int  # is added to each number, without a carry
+    places: tuple[int, ...]  # of neighbours 0, 1, ...: place p begins at bit p * bits of the word
+    plus: int  # added to each stored integer first, modulo 2**bits
 
     def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the words that hold so many numbers."""
@@ -58,8 +58,8 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # as the file spells it: "BF16"
     offset: int  # bytes from the start of the file
-    words: Words | None = None  # if numbers are packed; shape and dtype are then those of numbers
-    below: "StoredTensor | None" = None  # holds the last rows, if another tensor does
+    words: Words | None = None  # if numbers are packed; shape and dtype are of the unpacked ones
+    below: "StoredTensor | None" = None  # the tensor with the last rows, if rows are in two tensors
 
 
 Tensors = dict[str, StoredTensor]  # by published name

@@ -11,8 +11,8 @@ read its weights and its cache, and to exchange results with the other devices:
 * sent: every layer reduces the activations of its slots twice. `data` splits the slots, so it
   divides these bytes. A latent cache that is split by position also gathers queries and scatters
   the results of attention.
-* 6: an all-reduce sends each byte twice, and published decode steps reach about a third of the
-  links' bandwidth. 5 us: that no collective takes less is an assumption.
+* The factor 6: an all-reduce sends each byte twice, and published decode steps reach about a third
+  of the links' bandwidth. The 5 us, the least time of a collective, are an assumption.
 
 Several meshes may be within 1 % of the best. A mixture of experts then takes the one with the most
 devices on `expert`, where each expert's matrices stay whole. Any other model takes the one with the

@@ -280,8 +280,9 @@ class Api:
 
 
 class Guard:
-    """Lets in who has the key. While only this machine can connect, it also asks for a local name:
-    a page of the web could give its own name this machine's address, or send forms here."""
+    """Refuses requests without the API key. If the server listens on a loopback address, it also
+    refuses unknown Host headers (DNS rebinding) and unknown Origin headers (cross-site
+    requests)."""
 
     def __init__(self, app: Any, names: set[str], origins: list[str], key: str | None):
         self.app, self.names, self.origins, self.key = app, names, origins, key

@@ -92,7 +92,7 @@ FIELDS: dict[str, dict[str, Kind]] = dict(
     ),
     text=dict(prompt=PROMPT, logprobs=SCORES, echo=FLAG, **BOTH),
 )
-# What is not supported, and the value, beside null, with which it asks for nothing.
+# Fields that are not supported. Each is accepted if it is null or has this value, its default.
 UNSUPPORTED: dict[str, Any] = dict(
     tools=[], tool_choice="none", parallel_tool_calls=True, functions=[], function_call="none",
     response_format={"type": "text"}, frequency_penalty=0, presence_penalty=0, logit_bias={},
@@ -136,7 +136,7 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "developer", "user", "assistant"):
         raise Refused("a role must be system, developer, user or assistant", "messages")
-    # Clients send the model's own messages back, with what is empty, and with its reasoning.
+    # Clients send the model's own messages back, including empty fields and reasoning_content.
     wrong = {name for name, x in message.items() if x not in (None, "", [])}
     if wrong := wrong - {"role", "content", "name", "reasoning_content"}:
         raise Refused(f"{min(wrong)[:80]} is not supported in a message", "messages")
@@ -252,7 +252,7 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
 
 @dataclass
 class Choice:
-    """One reply, as far as it is not told yet."""
+    """One reply. Text and scores that were already sent to the client are removed from it."""
 
     request: Request
     index: int
@@ -343,7 +343,7 @@ def score_of_chat(tok: Tokenizer, token: int, score: Any) -> dict[str, Any]:
 def usage_of(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
     prompt = sum(len(choice.request.prompt) for choice in choices[:: asked.n])
     reply = sum(choice.count for choice in choices)
-    # The n choices of a prompt count it once, and what the first of them found of it.
+    # A prompt with n choices counts once; its cached tokens are those of the first choice.
     cached = sum(choice.counts.cached for choice in choices[:: asked.n])
     drafts = sum(choice.counts.drafts for choice in choices)
     right = sum(choice.counts.drafts_right for choice in choices)

@@ -38,14 +38,19 @@ MEMORY = {KEPT: "device", HOST: "pinned_host"}
 
 
 def find_beginning(session: Session, row: int, work: Work) -> tuple[Place, int]:
-    """Returns which place of a data shard holds the longest beginning of a prompt, and how many
-    tokens of it a request may start from. Tokens whose logits are needed are read: the last one;
-    all, if the prompt is scored."""
+    """Returns the place of a data shard that holds the longest beginning of a prompt, and how many
+    tokens of it can be reused. The last prompt token is never reused, because its logits are
+    needed. Nothing is reused if the prompt is scored, which needs the logits of all tokens."""
     if work.request.echo:
         return READING, 0
-    place, length = longest(session.prefixes[row], work.tokens[:-1])
-    length = length // session.reuse_multiple * session.reuse_multiple
-    return (place, length) if length and reaches(session, row, place, length) else (READING, 0)
+    many = session.reuse_multiple
+
+    def usable(place: Place, length: int) -> bool:
+        length = length // many * many
+        return length > 0 and reaches(session, row, place, length)
+
+    place, length = longest(session.prefixes[row], work.tokens[:-1], usable)
+    return place, length // many * many
 
 
 def reaches(session: Session, row: int, place: Place, length: int) -> bool:
@@ -55,9 +60,14 @@ def reaches(session: Session, row: int, place: Place, length: int) -> bool:
     return all(length >= shortest_beginning(state.cache, end) for state in session.states)
 
 
+def to_overwrite(session: Session, row: int, places: list[Place]) -> Place:
+    return least_missed(session.prefixes[row], places, partial(reaches, session, row))
+
+
 def written(session: Session, row: int, place: Place) -> int:
-    """How many positions were written where a text is held: by itself, and by the text from which
-    its beginning was copied. A ring is copied with what is behind that beginning."""
+    """How many positions have been written to the rings of a place: by its own text, or by the text
+    from which its beginning was copied, if that was longer. A ring is copied as a whole, so it may
+    hold later positions of that other text."""
     slot = row * session.per_row + place.number
     runs = place.tier == SLOT and slot in session.running
     tokens = len(session.running[slot].tokens) if runs else 0
@@ -65,8 +75,8 @@ def written(session: Session, row: int, place: Place) -> int:
 
 
 def begin(session: Session, row: int, work: Work, place: Place, length: int) -> None:
-    """Makes a request the one whose prompt is read on a data shard. It starts from the first
-    `length` tokens that a place of that shard holds."""
+    """Begins to read a request's prompt on a data shard, after copying the first `length` tokens
+    from a place of that shard."""
     if length:
         work.written = written(session, row, place)
         copy(session, row, place, length)
@@ -78,8 +88,8 @@ def begin(session: Session, row: int, work: Work, place: Place, length: int) -> 
 
 
 def settle(session: Session) -> None:
-    """Moves the prompts that were read into slots that do not run. This comes a step after their
-    first tokens, so those need not wait for the copy."""
+    """Moves each prompt that has been read completely into a slot that is not running. This happens
+    one step after its first token, so that the token need not wait for the copy."""
     if not session.read:
         return
     slots = dict[int, int]()
@@ -87,9 +97,10 @@ def settle(session: Session) -> None:
         prefixes, first = session.prefixes[row], row * session.per_row
         tokens = work.request.prompt
         tokens = tokens[: len(tokens) // session.reuse_multiple * session.reuse_multiple]
-        hold(prefixes, READING, tokens)  # so that a slot that holds no more than this goes first
+        # So that a slot that holds no more than this goes first.
+        hold(prefixes, READING, tokens, written=work.written)
         free = [n for n in range(session.per_row) if first + n not in session.running]
-        place = least_missed(prefixes, [Place(SLOT, n) for n in free])
+        place = to_overwrite(session, row, [Place(SLOT, n) for n in free])
         empty(session, row, place)
         forget(prefixes, READING)
         hold(prefixes, place, tokens, written=work.written)
@@ -175,14 +186,14 @@ def take(session: Session, row: int, slot: int, length: int) -> Any:
 def empty(session: Session, row: int, place: Place) -> None:
     """Makes room in a place. If no other place holds its text, that moves to the next tier."""
     prefixes, held = session.prefixes[row], session.stored[row].pop(place, None)
-    if place in prefixes.texts and not is_covered(prefixes, place):
+    if place in prefixes.texts and not is_covered(prefixes, place, partial(reaches, session, row)):
         keep(session, row, place, held)
     forget(prefixes, place)
 
 
 def keep(session: Session, row: int, place: Place, held: Any) -> None:
-    """Moves a text to the next tier that has room for it. There the texts make room that are missed
-    least."""
+    """Moves a text to the next tier that is large enough for it. Texts that `least_missed` picks
+    leave that tier until there is room."""
     prefixes, stored, room = session.prefixes[row], session.stored[row], session.room
     text, tiers = prefixes.texts[place], [tier for tier in AFTER[place.tier] if room[tier]]
     if not tiers:
@@ -194,7 +205,7 @@ def keep(session: Session, row: int, place: Place, held: Any) -> None:
         return
     there = [place for place in stored if place.tier == tier]
     while sum(size_of(stored[place]) for place in there) + size > room[tier]:
-        least = least_missed(prefixes, there)
+        least = to_overwrite(session, row, there)
         there.remove(least)
         empty(session, row, least)
     to = Place(tier, prefixes.time)

@@ -1,15 +1,16 @@
 """Remembers which tokens are held where, so that a prompt can start from the longest beginning that
 was read before.
 
-A text is cut into blocks of BLOCK tokens. A dict has the places that hold each beginning of whole
-blocks, under a digest of its tokens. So the longest beginning is found block by block, whatever the
-number of texts.
+A text is cut into blocks of BLOCK tokens. A dict maps the digest of the first n blocks, for each n,
+to the places that hold these blocks. So the longest common beginning is found block by block, and
+not by comparing a prompt with every text.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import takewhile
 from typing import NamedTuple
 
 BLOCK = 16  # tokens; beginnings that are shorter are not worth a copy
@@ -32,8 +33,8 @@ class Text(NamedTuple):
 
     tokens: Sequence[int]
     used: int  # the time of the last use, as `Prefixes` counts it
-    written: int  # positions that were written there, also behind the text
-    last: bytes | None  # the digest of its whole blocks; None if it has none
+    written: int  # positions written in this place so far, including any after the text
+    last: bytes | None  # the digest of all its whole blocks; None if it is shorter than a block
 
 
 @dataclass
@@ -93,37 +94,49 @@ def forget(prefixes: Prefixes, place: Place) -> None:
                 del prefixes.holders[key]
 
 
-def longest(prefixes: Prefixes, tokens: Sequence[int]) -> tuple[Place, int]:
-    """Returns the place that holds the longest beginning of `tokens`, and its length; 0 if that is
-    shorter than a block. Host memory comes last among equals."""
-    places, n = set[Place](), 0
-    for key in beginnings(tokens):
-        if key not in prefixes.holders:
-            break
-        places, n = prefixes.holders[key], n + BLOCK
-
-    def more(place: Place) -> tuple[int, bool, Place]:
-        held = prefixes.texts[place].tokens[n : n + BLOCK]
-        same = common_prefix(held, tokens[n : n + BLOCK])
-        return same, place.tier != HOST, place  # the place itself, so that processes choose alike
-
-    best = max(places, key=more, default=READING)
-    return best, n + more(best)[0] if places else 0
+# Whether a place can be continued from its first n tokens: by default, from all that it holds.
+Reaches = Callable[[Place, int], bool]
+ALL: Reaches = lambda place, n: True
 
 
-def is_covered(prefixes: Prefixes, place: Place) -> bool:
-    """Whether another place holds the same text, up to its last whole block."""
-    last = prefixes.texts[place].last
-    return last is None or len(prefixes.holders[last]) > 1
+def longest(prefixes: Prefixes, tokens: Sequence[int], reaches: Reaches = ALL) -> tuple[Place, int]:
+    """Returns the place that can be continued from the longest beginning of `tokens`, and the
+    length of that; READING and 0 if it is shorter than a block. Host memory comes last among
+    equals."""
+    keys = takewhile(prefixes.holders.__contains__, beginnings(tokens))
+    levels = [prefixes.holders[key] for key in keys]  # each holds all places of the next
+    tried = set[Place]()
+    for n in range(len(levels) * BLOCK, 0, -BLOCK):
+
+        def held(place: Place, n: int = n) -> tuple[int, bool, Place]:
+            more = prefixes.texts[place].tokens[n : n + BLOCK]
+            length = n + common_prefix(more, tokens[n : n + BLOCK])
+            return length, place.tier != HOST, place  # the place itself: all processes choose alike
+
+        for length, _, place in sorted(map(held, levels.pop() - tried), reverse=True):
+            if reaches(place, length):
+                return place, length
+            tried.add(place)
+    return READING, 0
 
 
-def least_missed(prefixes: Prefixes, places: Iterable[Place]) -> Place:
+def is_covered(prefixes: Prefixes, place: Place, reaches: Reaches = ALL) -> bool:
+    """Whether another place holds the same text, up to its last whole block, and can be continued
+    from there."""
+    text = prefixes.texts[place]
+    if text.last is None:
+        return True
+    n = len(text.tokens) // BLOCK * BLOCK
+    return any(reaches(other, n) for other in prefixes.holders[text.last] - {place})
+
+
+def least_missed(prefixes: Prefixes, places: Iterable[Place], reaches: Reaches = ALL) -> Place:
     """Returns the place to overwrite: an empty one, else one whose text is held elsewhere too, else
     the one that was used least recently."""
 
     def loss(place: Place) -> tuple[bool, int]:
         if (text := prefixes.texts.get(place)) is None:
             return False, 0
-        return not is_covered(prefixes, place), text.used
+        return not is_covered(prefixes, place, reaches), text.used
 
     return min(places, key=loss)

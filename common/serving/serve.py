@@ -108,8 +108,8 @@ def close(session: Session) -> None:
 
 
 def agree(session: Session) -> None:
-    """Takes over what process 0 was told, which decides for all processes. All else follows from
-    that, and from the tokens, which all have."""
+    """Replaces this process's new requests, cancellations and flags by those of process 0. All
+    later decisions follow from these and from the tokens, so all processes decide alike."""
     arrived = [(n, r and r._replace(stop_ids=[*r.stop_ids])) for n, r in session.arrived]
     told = json.loads(share(json.dumps([arrived, session.closed, session.drafting])))
     arrived, session.closed, session.drafting = told
@@ -162,9 +162,9 @@ def admit(session: Session) -> None:
 
 
 def read(session: Session, chunk: Chunk) -> None:
-    """Dispatches a chunk of a prompt on each data shard. Shards take turns: the one that waits
-    longest goes first, and those join it whose next chunk is like it. So how a prompt is read does
-    not depend on the others."""
+    """Dispatches one program that reads a chunk of a prompt on the shard that has waited longest.
+    All shards whose next chunk is equal to `chunk` take part. So the chunks in which a prompt is
+    read do not depend on the other prompts."""
     together = {row: w for row, w in session.reading.items() if next_chunk(w) == chunk}
     stats, model = session.stats, session.model
     before, compiled_s = sum(w.cached for w in together.values()), stats.compile_s

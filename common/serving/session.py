@@ -7,11 +7,13 @@ without a slot, on the devices or in host memory. `serve` decides what happens w
 """
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from operator import index
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -70,9 +72,9 @@ class Score(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Tokens of a request that cost less than others."""
+    """How many tokens of a request were reused or drafted."""
 
-    cached: int = 0  # of the prompt; not read, as they were held
+    cached: int = 0  # prompt tokens that were not read, because a cache already held them
     drafts: int = 0
     drafts_right: int = 0
 
@@ -100,7 +102,7 @@ class Work:
     tokens: list[int]  # of the prompt and the reply so far
     speech: Speech | None  # the text of the reply; None without a tokenizer
     cached: int = 0  # how many prompt tokens are read
-    written: int = 0  # positions that were written where its beginning was copied from
+    written: int = 0  # positions written in the place from which its beginning was copied
     ended: bool = False  # or given up
     scores: list[Score] = field(default_factory=list)  # of the prompt and of the first token
     counts: Counts = field(default_factory=Counts)
@@ -234,8 +236,16 @@ def start_session(
     limit = model.config.max_position_embeddings
     if not 1 <= capacity <= limit:
         raise ValueError(f"a slot has 1 to {limit} positions, the model's context, not {capacity}")
-    if reuse_multiple < 1:
-        raise ValueError(f"reuse_multiple must be at least 1, got {reuse_multiple}")
+    least = (
+        (keep, "keep", 0),
+        (reuse_multiple, "reuse_multiple", 1),
+        (draft_tokens, "draft_tokens", 1),
+    )
+    for value, name, minimum in least:
+        if not isinstance(value, Integral) or value < minimum:
+            raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+    if not 0 <= keep_host < math.inf:
+        raise ValueError(f"keep_host must be finite and at least 0, got {keep_host}")
     if isinstance(draft, Model):
         drafts.check_fits(model, draft)
         models.append(draft)
@@ -293,11 +303,13 @@ def check_request(request: Request, capacity: int, config: Any, name: str = "the
     positions."""
     limit, vocab_size = config.max_position_embeddings, config.vocab_size
     try:
-        index(request.max_new_tokens), [index(i) for i in (*request.prompt, *request.stop_ids)]
+        index(request.max_new_tokens), index(request.logprobs or 0)
+        [index(i) for i in (*request.prompt, *request.stop_ids)]
     except TypeError:
-        raise ValueError(f"{name}, stop_ids and max_new_tokens must be whole numbers") from None
+        names = f"{name}, stop_ids, max_new_tokens and logprobs"
+        raise ValueError(f"{names} must be whole numbers") from None
     stop = request.stop
-    if isinstance(stop, str) or not all(isinstance(x, str) for x in stop):
+    if not isinstance(stop, list | tuple) or not all(isinstance(x, str) for x in stop):
         raise ValueError(f"stop must be a list of texts, not {stop!r}")
     if len(request.prompt) == 0:
         raise ValueError(f"{name} is empty")
@@ -359,7 +371,8 @@ def per_shard(session: Session, values: Any, dtype: DTypeLike = np.int32) -> jax
 
 
 def describe_prompts(session: Session) -> None:
-    """Writes to the states of the prompts what is known of those that are being read."""
+    """Writes the cached lengths and sampling parameters of the prompts that are being read into
+    `session.prompts`."""
     works = [session.reading.get(row) for row in range(session.rows)]
     requests = [work.request if work else NO_REQUEST for work in works]
     columns = [*zip(*(request.sampling for request in requests), strict=True)]
@@ -388,8 +401,8 @@ def next_chunk(work: Work) -> Chunk:
 
 
 def read_chunk(session: Session, together: dict[int, Work], chunk: Chunk) -> None:
-    """Appends the next prompt tokens of each request, which are read on different data shards, to
-    what is read of it."""
+    """Runs `prefill` on the next `chunk.bucket` prompt tokens of each request in `together`, which
+    maps data shards to requests. Collects the scores of the tokens, if the chunk is scored."""
     tokens_BT = np.zeros((session.rows, chunk.bucket), np.int32)
     count_B, after_B = np.zeros(session.rows, np.int32), np.full(session.rows, -1, np.int32)
     for row, work in together.items():
@@ -422,7 +435,8 @@ def static(session: Session, model: Model) -> dict[str, Any]:
 
 
 def insert(session: Session, slots: dict[int, int]) -> None:
-    """Copies the prompts that were read into slots, by data shard, in which they then run."""
+    """Copies each prompt in `session.read` from its data shard into the slot slots[shard], and lets
+    it run there. Slots are numbered over all data shards."""
     works, session.read = session.read, {}
     slot_B = np.full(session.rows, -1, np.int32)
     for row, slot in slots.items():
