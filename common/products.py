@@ -44,13 +44,13 @@ def linear(x: Array, w: Matrix, out_dtype: DTypeLike | None = None) -> Array:
     *lead, width = x.shape
     rows = x.reshape(-1, width)
     if isinstance(w, Grouped):
-        return grouped_product(rows, w, out_dtype or x.dtype).reshape(*lead, -1)
-    if isinstance(w, Rowwise):
+        y = grouped_product(rows, w, out_dtype or x.dtype)
+    elif isinstance(w, Rowwise):
         y = rowwise_product(rows, w.values) * w.scale
     else:
         contract, w = (0, w.values) if isinstance(w, Transposed) else (1, dense(w, rows.dtype))
         y = product(rows, w, contract)
-    return y.astype(out_dtype or x.dtype).reshape(*lead, -1)
+    return y.astype(out_dtype or x.dtype).reshape(*lead, y.shape[-1])
 
 
 def two_rows(x: Array) -> Array:

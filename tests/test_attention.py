@@ -768,6 +768,9 @@ DOES_NOT_FIT = {
     "scales of one position": (dict(k_scale_BKS=np.ones((2, 2, 1))), "k_scale_BKS has shape"),
     "scales of one head": (dict(v_scale_BKS=np.ones((2, 1, 16))), "v_scale_BKS has shape"),
     "one sink": (dict(sinks_N=np.ones(1)), "sinks_N has shape (1,), not (4,)"),
+    "no queries": (dict(q_BTNH=np.zeros((2, 0, 4, 8))), "q_BTNH (2, 0, 4, 8) or"),
+    "no positions": (dict(k_BKSH=np.zeros((2, 2, 0, 8))), "has an axis of length 0"),
+    "a scale of JAX": (dict(scale=jnp.float32(0.3)), "scale must be a Python number"),
 }
 
 
@@ -791,6 +794,39 @@ def test_starts_are_of_slots_or_of_their_queries(starts):
 )
 def test_a_window_or_a_chunk_has_positions(changes):
     refused(ValueError, "is not a positive number", prefill_attention, **small(**changes))
+
+
+def test_a_cache_that_wraps_holds_whole_chunks():
+    changes = dict(wraps=True, window=5, chunk=6)
+    refused(
+        ValueError, "a multiple of chunk=6 places, not 16", prefill_attention, **small(**changes)
+    )
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
+@pytest.mark.parametrize("attend", [ragged_decode_attention, prefill_attention])
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int16"])
+def test_lengths_and_starts_of_any_integers_are_those_of_int32(attend, dtype, implementation):
+    S, options = 384, dict(implementation=implementation)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(x, np.float32) for x in ((2, 3, 4, 8), *[(2, 2, S, 8)] * 2))
+    arrays = small(q_BTNH=q, k_BKSH=k, v_BKSH=v, lengths_B=np.array([2, 200]))
+    if attend is ragged_decode_attention:
+        arrays["starts"] = np.array([0, 150])
+    want = attend(**arrays, **options)
+    for name in ("lengths_B", "starts"):
+        if name in arrays:
+            given = arrays | {name: arrays[name].astype(dtype)}
+            np.testing.assert_array_equal(attend(**given, **options), want)
+
+
+@pytest.mark.parametrize("implementation", ["blocked", "tpu"])
+def test_no_position_below_0_is_seen_in_a_cache_that_wraps(implementation):
+    arrays = small(wraps=True, starts=np.array([-3, -20]), lengths_B=np.array([5, 19]))
+    arrays["k_BKSH"][0, :, 5:] = arrays["v_BKSH"][0, :, 5:] = np.nan
+    want = ragged_decode_attention(**arrays, implementation="reference")
+    got = ragged_decode_attention(**arrays, implementation=implementation)
+    assert_close(got, want, atol=1e-6)
 
 
 @pytest.mark.one_in(3)

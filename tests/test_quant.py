@@ -272,6 +272,13 @@ def test_one_row_is_multiplied_in_slices_on_a_cpu(width, sliced, quant):
         assert re.findall(r"dot_general.*: \(tensor<[\dx]+x(\w+)>", text) == [dtype]
 
 
+@pytest.mark.parametrize("form", [None, "int8", "int4"])
+def test_no_rows_give_no_rows(form):
+    w = jnp.ones((40, 64))
+    w = {None: w, "int8": quantize(w), "int4": quantize_groups(w, group=32)}[form]
+    assert linear(jnp.ones((3, 0, 64)), w).shape == (3, 0, 40)
+
+
 @pytest.mark.parametrize("heads", [False, True], ids=["linear", "headwise"])
 def test_of_the_matrices_that_are_widened_one_is_in_memory_at_a_time(heads, monkeypatch):
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)

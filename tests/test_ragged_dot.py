@@ -680,6 +680,30 @@ def test_rows_and_group_sizes_of_another_kind_are_refused():
     assert "must be [M, I] and [E]" in refusal(x, w, sizes[None])
 
 
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int16"])
+def test_group_sizes_of_any_integers_are_those_of_int32(dtype, implementation):
+    rng, sizes = np.random.default_rng(0), np.array([100, 0, 150, 20])
+    x, w = (rng.standard_normal(shape, np.float32) for shape in ((280, 32), (4, 24, 32)))
+    want, got = (
+        ragged_dot(x, w, sizes.astype(d), implementation=implementation) for d in ("int32", dtype)
+    )
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("form", [BF16, Rowwise, Mxfp4])
+def test_matrices_of_one_row_are_refused_by_the_tpu_kernel(form):
+    assert "no matrices of one row" in refusal(
+        shape((8, 96), BF16), shapes_of(form, 4, 1, 96), SIZES_4, implementation="tpu"
+    )
+
+
+def test_float16_scales_of_groups_are_refused_by_the_tpu_kernel():
+    w = shapes_of(Grouped, 4, 136, 96)
+    w = w._replace(scale=shape(w.scale.shape, jnp.float16))
+    assert "no float16 scales" in refusal(shape((8, 96), BF16), w, SIZES_4, implementation="tpu")
+
+
 def test_an_unknown_implementation_is_refused_with_those_there_are():
     message = refusal(*make(CASES[0])[0][:3], implementation="dense")
     assert "'dense'" in message and "auto, reference, blocked, tpu" in message

@@ -17,7 +17,7 @@ from jax import lax
 from common.kernels.attention_blocked import attention_blocked
 from common.kernels.dispatch import AUTO, Kernel, choose
 from common.kernels.reference import attention_reference
-from common.kernels.shapes import check_kind, check_shape, check_shapes
+from common.kernels.shapes import check_kind, check_number, check_shape, check_shapes
 from common.kernels.visible import in_two_laps
 
 Array = jax.Array
@@ -60,7 +60,7 @@ def ragged_decode_attention(
         devices by their log-sum-exp.
       starts: int32, the first position that is seen by a slot [B] or by each of its queries [B, T];
         `first_seen` computes it. By default 0.
-      scale: multiplies q . k.
+      scale: multiplies q . k; a Python number.
       k_scale_BKS, v_scale_BKS: float32 scales of an int8 or fp8 cache, one per token and head. The
         values of shared rows have the keys' scale, unless v_scale_BKS is given.
       sinks_N: one logit per query head, which joins the softmax without a value vector. If a cache
@@ -76,15 +76,19 @@ def ragged_decode_attention(
         tests. The rest are "reference" and "blocked".
 
     Returns [B, T, N, Hv] in q's dtype. A query that sees nothing gives zeros. A query that sees
-    NaN, even in a scale, gives NaN; the compiled kernels do not promise this.
+    NaN, even in a scale, gives NaN; the compiled kernels do not promise this. ValueError if shapes
+    or dtypes do not fit, or if a named kernel does not take these arrays. Kernels cannot be batched
+    with `vmap`, and AUTO has them.
     """
     check_shapes(q_BTNH, k_BKSH, v_BKSH, v_dim, lengths_B, k_scale_BKS, v_scale_BKS, sinks_N)
+    check_number("scale", scale)
     (B, T), row = q_BTNH.shape[:2], k_BKSH.shape[3]
     if starts is not None:
         check_shape("starts", starts, (B,), (B, T))
         check_kind("starts", starts, jnp.integer)
-    lengths_B = jnp.maximum(lengths_B, 0)  # lengths - T must not wrap around
-    starts = jnp.zeros((B,), jnp.int32) if starts is None else starts
+    # lengths - T must not wrap around
+    lengths_B = jnp.maximum(lengths_B.astype(jnp.int32), 0)
+    starts = jnp.zeros((B,), jnp.int32) if starts is None else starts.astype(jnp.int32)
     starts_BT = jnp.broadcast_to(starts if starts.ndim == 2 else starts[:, None], (B, T))
     if wraps:
         lengths_B, starts_BT = in_two_laps(lengths_B, starts_BT, k_BKSH.shape[2])

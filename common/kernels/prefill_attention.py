@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from common.kernels.attention_blocked import attention_blocked
 from common.kernels.dispatch import AUTO, Kernel, choose
 from common.kernels.reference import attention_reference
-from common.kernels.shapes import check_shapes, is_whole
+from common.kernels.shapes import check_number, check_shapes, is_whole
 from common.kernels.visible import first_seen, in_two_laps
 
 Array = jax.Array
@@ -51,7 +51,7 @@ def prefill_attention(
       lengths_B: int32, the number of filled positions, including the T new ones. Query t is at
         position lengths - T + t, whatever the capacity S is: lengths may be below 0 or above S. A
         query past the cache sees those cached positions that its window or chunk allows.
-      scale: multiplies q . k.
+      scale: multiplies q . k; a Python number.
       window: a query sees the last `window` positions, including its own; by default all up to its
         own.
       chunk: a query at position p sees only positions with the same p // chunk; see `first_seen`.
@@ -68,12 +68,18 @@ def prefill_attention(
 
     Returns o [B, T, N, Hv] in q's dtype, or (o, lse). A query that sees nothing gives zeros. A
     query that sees NaN, even in a scale, gives NaN; the compiled kernel does not promise this.
+    ValueError if shapes or dtypes do not fit, or if a named kernel does not take these arrays. The
+    kernel cannot be batched with `vmap`, and AUTO has it.
     """
     check_shapes(q_BTNH, k_BKSH, v_BKSH, v_dim, lengths_B, k_scale_BKS, v_scale_BKS, sinks_N)
+    check_number("scale", scale)
     for name, n in dict(window=window, chunk=chunk).items():
         if n is not None and not (is_whole(n) and n > 0):
             raise ValueError(f"{name}={n} is not a positive number of positions")
-    lengths_B = jnp.maximum(lengths_B, 0)  # lengths - T must not wrap around
+    if wraps and chunk and (S := k_BKSH.shape[2]) % chunk:
+        raise ValueError(f"a cache that wraps has a multiple of chunk={chunk} places, not {S}")
+    # lengths - T must not wrap around
+    lengths_B = jnp.maximum(lengths_B.astype(jnp.int32), 0)
     T = q_BTNH.shape[1]
     starts_BT = first_seen(lengths_B[:, None] - T + jnp.arange(T), window, chunk)
     if wraps:

@@ -67,9 +67,10 @@ def ragged_dot(
       out_dtype: the dtype of the result; by default that of x.
       implementation: an `Impl`. "auto" is the platform's kernel if that takes these arrays, else
         "blocked". "reference" alone has a gradient. "blocked" is plain jnp that does little more
-        than the work of the groups. "tpu" takes all rows that fit in on-chip memory. "gpu" takes
-        bf16 rows and weights in bf16, Rowwise, Fp8 or Mxfp4, and needs Hopper. Other platforms
-        interpret these two, for tests.
+        than the work of the groups. "tpu" takes rows that fit in on-chip memory, and Grouped
+        weights in groups of 8, 16, 32, 64 or a multiple of 128. "gpu" takes bf16 rows and weights
+        in bf16, Rowwise, Fp8 or Mxfp4, and needs Hopper. Other platforms interpret these two, for
+        tests.
 
     On TPU, XLA may store an array transposed if its last dimension is not a multiple of 128, and
     would copy all of it for the kernel. Place such weights with `row_major`.
@@ -95,7 +96,8 @@ def ragged_dot(
         )
 
     multiply = choose(implementation, plain, kernels)
-    operands = jax.tree.map(jnp.asarray, (x_MI, w_EOI, group_sizes_E, bias_EO))  # from NumPy, too
+    given = x_MI, w_EOI, group_sizes_E.astype(jnp.int32), bias_EO
+    operands = jax.tree.map(jnp.asarray, given)  # from NumPy, too
     y_MO: Array = multiply(*operands)
     return y_MO
 

@@ -182,6 +182,10 @@ def unsupported(x_MI: Array, w_EOI: Matrix) -> str | None:
         return f"the TPU kernel of ragged_dot multiplies in float32 or bfloat16, not {dtype}"
     if isinstance(w_EOI, Grouped) and (group := _group(w_EOI)) not in GROUPS and group % LANES:
         return f"the TPU kernel of ragged_dot takes no groups of {group} numbers"
+    if isinstance(w_EOI, Grouped) and w_EOI.scale.dtype == jnp.float16:
+        return "the TPU kernel of ragged_dot takes no float16 scales"
+    if not isinstance(w_EOI, Grouped) and out_features(w_EOI) == 1:  # Mosaic cannot broadcast it
+        return "the TPU kernel of ragged_dot takes no matrices of one row"
     if tile_sizes(x_MI, w_EOI, dtype, jnp.float32) is None:
         return f"rows of {x_MI.shape[1]} columns are too long for the TPU kernel of ragged_dot"
     return None
@@ -422,7 +426,9 @@ def ragged_dot_tpu(
         pairs = list_pairs(jnp.asarray(group_sizes_E), M, sizes.rows)
     w, scale = (*jax.tree.leaves(w_EOI), None)[:2]
     if not interpret:  # otherwise XLA may copy all of w onto the chip first, if it fits
-        w, scale = (a if a is None else on_hbm(a) for a in (w, scale))
+        w = on_hbm(w)
+        if scale is not None and not isinstance(w_EOI, Fp8):  # its scales are in scalar memory
+            scale = on_hbm(scale)
     x_PMI = x_MI.astype(dtype).reshape(M, n_in // planes, planes).transpose(2, 0, 1)
     operands = Operands(
         jnp.pad(x_PMI, ((0, 0), (0, -M % SUBLANES if repeats else 0), (0, 0))),

@@ -1,5 +1,6 @@
 """Checks the shapes of attention's arrays, and groups the query rows that share a cache head."""
 
+from numbers import Real
 from typing import Any
 
 import jax
@@ -25,6 +26,8 @@ def check_shapes(
     for name, x in dict(q_BTNH=q_BTNH, k_BKSH=k_BKSH).items():
         if len(x.shape) != 4:
             raise ValueError(f"{name} has {len(x.shape)} axes, not 4")
+    if 0 in (*q_BTNH.shape, *k_BKSH.shape):
+        raise ValueError(f"q_BTNH {q_BTNH.shape} or k_BKSH {k_BKSH.shape} has an axis of length 0")
     (B, _, N, H), (K, S, W) = q_BTNH.shape, k_BKSH.shape[1:]
     if N % K:
         raise ValueError(f"{N} query heads cannot share {K} cache heads evenly")
@@ -54,6 +57,12 @@ def check_kind(name: str, array: Any, kind: Any) -> None:
     """Raises ValueError unless the array is of this kind, `jnp.integer` or `jnp.floating`."""
     if not jnp.issubdtype(array.dtype, kind):
         raise ValueError(f"{name} has dtype {array.dtype}, which is not {kind.__name__}")
+
+
+def check_number(name: str, number: Any) -> None:
+    """Raises ValueError for an array: a kernel is compiled with the number in it."""
+    if not isinstance(number, Real):
+        raise ValueError(f"{name} must be a Python number, not {type(number).__name__}")
 
 
 def is_whole(number: Any) -> bool:

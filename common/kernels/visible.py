@@ -28,6 +28,8 @@ def first_seen(
 def in_two_laps(lengths_B: jax.Array, starts_BT: jax.Array, S: int) -> tuple[jax.Array, jax.Array]:
     """Lengths and starts of slots whose position p is in place p % S, without the laps that nobody
     sees any more. A slot that is in its first lap stays as it is. The others come to lengths in
-    [S, 2 * S): so the newest lap is the second, and the lap before it is the first."""
+    [S, 2 * S): so the newest lap is the second, and the lap before it is the first. No position is
+    below 0."""
+    starts_BT = jnp.maximum(starts_BT, 0)
     gone_B = jnp.maximum(lax.div(lengths_B, S) - 1, 0) * S
     return lengths_B - gone_B, starts_BT - gone_B[:, None]
