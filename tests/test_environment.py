@@ -159,6 +159,31 @@ def programs(tmp_path_factory):
 
 
 @pytest.mark.full
+def test_a_program_that_cannot_be_written_takes_no_other_with_it(shell, tmp_path):
+    """The limit on the size of a file stands for a full disk."""
+    folder = tmp_path / "folio" / "programs"
+    folder.mkdir(parents=True)
+    other = folder / "jit_extend-of_another_model-cache"
+    other.write_bytes(b"x" * 99)
+    done, _ = shell(f"prlimit --fsize=4096 {ASKED}", XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("[compiled programs are not kept: ") and "File too large" in first
+    assert len(rest) == 1 and other.read_bytes() == b"x" * 99
+    assert not [*folder.glob("entries.json.*")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("record", ["[1, 2]", "7", "[" * 9999], ids=["list", "number", "deep"])
+def test_a_record_of_the_programs_that_is_none_is_ignored(shell, programs, record):
+    home, text = programs
+    (home / "folio" / "programs" / "entries.json").write_text(record)
+    done, _ = shell(ASKED, XDG_CACHE_HOME=str(home))
+    assert (done.returncode, done.stdout) == (0, text), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_entry_is_dropped_with_one_line(shell, programs, damage):
     home, text = programs

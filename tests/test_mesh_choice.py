@@ -7,7 +7,7 @@ import importlib
 import jax
 import jax.numpy as jnp
 import pytest
-from engine import hf_config, model_of
+from engine import hf_config, load, model_of
 
 from common.machines.chips import CHIPS, chip_of
 from common.machines.dryrun import abstract_state, abstract_weights, device_bytes, dry_run
@@ -104,6 +104,14 @@ CASES = [
     ("gpt_oss", "mxfp4", dict(expert=4), None),
     ("deepseek_r1", "yarn", dict(expert=2, tensor=2), None),
 ]
+
+
+@pytest.mark.parametrize("variant", ["packed_w4a16", "packed_gptq"])
+def test_a_cpu_keeps_a_4_bit_number_of_a_packed_file_in_a_byte(variant):
+    model, config, weights, *_ = load("llama3", variant)
+    one, sizes = dict(data=1, expert=1, tensor=1), dict(slots=8, capacity=64, dtype=jnp.float32)
+    counted = load_of(model, config, one, **sizes, on_cpu=True).weights
+    assert counted == sum(x.nbytes for x in jax.tree.leaves(weights))
 
 
 @pytest.mark.one_in(3)

@@ -33,12 +33,13 @@ def check_memory(models: Sequence[Model], slots: int, capacity: int, dtype: DTyp
     device, rows = mesh.local_devices[0], mesh.shape[DATA]  # others cannot be asked from here
     if (have := memory_of(device)) is None:
         return
-    each: Any = dict(slots=rows, capacity=capacity, cache_dtype=dtype)
+    on_cpu = device.platform == "cpu"
+    each: Any = dict(slots=rows, capacity=capacity, cache_dtype=dtype, on_cpu=on_cpu)
     loads = [
         load_of(m.module, m.config, dict(mesh.shape), dtype=m.dtype, storage=m.storage, **each)
         for m in models
     ]
-    sharing = jax.local_device_count() if device.platform == "cpu" else 1
+    sharing = jax.local_device_count() if on_cpu else 1
     sharing = min(sharing, mesh.size)
     weights = sharing * sum(load.weights for load in loads)
     # Beside the slots, each data shard has a place where prompts are read.

@@ -33,7 +33,7 @@ def keep_programs() -> None:
         sys.stderr.write(f"[compiled programs are not kept: {first_line(error)}]\n")
         return
     drop(bad)
-    drop_what_cannot_be_read(folder)
+    drop_what_fails(folder)
     atexit.register(record_entries, folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -48,17 +48,22 @@ def signatures(folder: Path) -> dict[str, list[int]]:
 
 def record_entries(folder: Path) -> None:
     """Records all entries: JAX does not notice if one has come to hold another program."""
+    part = folder / f"{RECORD}.{os.getpid()}"
     with contextlib.suppress(OSError):
-        part = folder / f"{RECORD}.{os.getpid()}"
-        part.write_text(json.dumps(signatures(folder)))
-        part.replace(folder / RECORD)
+        try:
+            part.write_text(json.dumps(signatures(folder)))
+            part.replace(folder / RECORD)
+        finally:
+            part.unlink(missing_ok=True)  # what a full disk took of it
 
 
 def damaged(folder: Path) -> list[Path]:
     """Returns entries that are not readable files, or empty, or not as they were recorded."""
-    recorded, now = {}, signatures(folder)
-    with contextlib.suppress(OSError, ValueError):
-        recorded = dict(json.loads((folder / RECORD).read_text()))
+    recorded, now = None, signatures(folder)
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        recorded = json.loads((folder / RECORD).read_text())
+    if not isinstance(recorded, dict):
+        recorded = {}
     return [
         path
         for path in map(folder.joinpath, now)
@@ -77,18 +82,28 @@ def drop(entries: list[Path]) -> None:
         sys.stderr.write(f"[dropped a damaged entry of {entries[0].parent}: {names}]\n")
 
 
-def drop_what_cannot_be_read(folder: Path) -> None:
-    """Drops entries that JAX cannot read, instead of showing its warning. The warning has only the
-    name of the program, so all entries of that name are dropped. JAX then compiles the program."""
-    show = warnings.showwarning
+def drop_what_fails(folder: Path) -> None:
+    """Drops entries that JAX cannot read or write, instead of showing its warning. The warning has
+    only the name of the program. If reading fails, all entries of that name are dropped, and JAX
+    compiles the program; if writing fails, as on a full disk, those of this run."""
+    show, before = warnings.showwarning, set(signatures(folder))
+    told = False
 
     def dropping(message: Any, *rest: Any, **more: Any) -> None:
+        nonlocal told
         found = re.match(
-            r"Error (read|writ)ing persistent compilation cache .*'(\w+)'", str(message)
+            r"Error (read|writ)ing persistent compilation cache .*'(\w+)': (.*)", str(message)
         )
         if found is None:
-            show(message, *rest, **more)
-        else:
-            drop([*folder.glob(f"{found[2]}-*")])
+            return show(message, *rest, **more)
+        entries = [*folder.glob(f"{found[2]}-*")]
+        if found[1] == "read":
+            return drop(entries)
+        for entry in entries:
+            if entry.name not in before:
+                entry.unlink(missing_ok=True)
+        if not told:
+            sys.stderr.write(f"[compiled programs are not kept: {found[3]}]\n")
+            told = True
 
     warnings.showwarning = dropping

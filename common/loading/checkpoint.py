@@ -4,41 +4,31 @@ A model file's table says which stored tensor becomes which weight. All that the
 files show is checked before any data is read. Each process then reads the shards of its own
 devices one after the other, in chunks, and casts each chunk before it reads the next. So it holds
 one shard, in the dtype that goes to the device, and one chunk. A chunk has at least one row of the
-first axis: a whole matrix, if the matrices of all experts are stored as one tensor.
+first axis: a whole matrix, if the matrices of all experts are stored as one tensor. If a matrix is
+to be quantised, its device holds it in both forms for a while.
 """
 
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from common.kernels.ragged_dot import row_major
+from common.loading.converting import convert
 from common.loading.files import first_lines
 from common.loading.finite import Limits, limits_of
 from common.loading.matching import Source, assign, repeats
 from common.loading.packed import declare, unpacked
 from common.loading.reading import Part, read_tensor
 from common.loading.stored import FLOATS, open_tensors
-from common.quant import (
-    SPECS,
-    Fp8,
-    Grouped,
-    Matrix,
-    Rowwise,
-    Storage,
-    Transposed,
-    dequantize_fp8,
-    dequantize_rows,
-    is_stored,
-)
+from common.quant import Grouped, Storage
 from common.sharding import model_shards
 from common.weights import Weight, by_path, is_weight, published_arrays, storage_for
 
@@ -100,25 +90,6 @@ def load_array(placement: Placement, dtype: np.dtype, advance: Callable[[int], N
         del host  # on CPU the array owns it now; elsewhere it is freed before the next read
         advance(stored_bytes(placement, part))
     return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, shards)
-
-
-@partial(jax.jit, static_argnames=("spec", "storage", "dtype", "mesh"))
-def convert(
-    w: Matrix, spec: PartitionSpec, storage: Storage, dtype: np.dtype, mesh: Mesh
-) -> Matrix:
-    """Converts a matrix (plain, Transposed, Fp8 or Rowwise) to `storage`; each device converts its
-    part."""
-
-    def run(w: Any) -> Matrix:
-        if isinstance(w, Transposed):
-            w = w.values.swapaxes(-1, -2)
-        if isinstance(w, Fp8 | Rowwise):
-            w = dequantize_fp8(w) if isinstance(w, Fp8) else dequantize_rows(w)
-        return storage.convert(w, dtype)
-
-    in_specs = SPECS[type(w)](spec) if is_stored(w) else spec
-    run = jax.shard_map(run, mesh=mesh, in_specs=(in_specs,), out_specs=storage.specs(spec))
-    return run(w)
 
 
 def rows_together(tree: Any) -> Any:

@@ -66,14 +66,22 @@ def parts(spec: PartitionSpec, axes: Axes) -> int:
     return math.prod(axes[axis] for axis in jax.tree.leaves(tuple(spec)))
 
 
-def weight_bytes(weight: Weight, dtype: DTypeLike, storage: Storage | None, axes: Axes) -> int:
-    """Returns the bytes of one device's part of a weight, without the scales of a quantised one."""
+def weight_bytes(
+    weight: Weight,
+    dtype: DTypeLike,
+    storage: Storage | None,
+    axes: Axes,
+    on_cpu: bool = False,
+) -> int:
+    """Returns the bytes of one device's part of a weight, without the scales that `storage` adds.
+    A CPU keeps a 4-bit number in a byte."""
     if (chosen := storage_for(weight, storage)) is not None:
         size = chosen.bytes or jnp.dtype(dtype).itemsize
         return int(math.prod(weight.shape) * size) // parts(weight.spec, axes)
-    arrays = jax.tree.leaves(published_arrays(weight), is_leaf=is_weight)
+    arrays, least = jax.tree.leaves(published_arrays(weight), is_leaf=is_weight), 8 * on_cpu
     return sum(
-        math.prod(x.shape) * bits_of(x.dtype or dtype) // 8 // parts(x.spec, axes) for x in arrays
+        math.prod(x.shape) * max(least, bits_of(x.dtype or dtype)) // 8 // parts(x.spec, axes)
+        for x in arrays
     )
 
 
@@ -87,6 +95,7 @@ def load_of(
     dtype: DTypeLike = jnp.bfloat16,
     cache_dtype: DTypeLike = jnp.bfloat16,
     storage: Storage | None = None,
+    on_cpu: bool = False,
 ) -> Load:
     """Returns the load of each device of a mesh. ValueError if it cannot split the model."""
     shards = Shards(axes[EXPERT], axes[TENSOR])
@@ -95,7 +104,8 @@ def load_of(
     layout, _ = declare(module, config, shards)
     check_divides(layout, shards)
     held = {
-        path: weight_bytes(weight, dtype, storage, axes) for path, weight in by_path(layout).items()
+        path: weight_bytes(weight, dtype, storage, axes, on_cpu)
+        for path, weight in by_path(layout).items()
     }
     tied = getattr(layout, "head", None) is None
     make = partial(module.init_state, config, slots, capacity, cache_dtype, shards)
@@ -157,5 +167,6 @@ def best_mesh(module: ModuleType, config: Any, devices: Sequence[Any], **options
     """Returns the best mesh of all or some of `devices`; `options` are those of `load_of`."""
     axes: Any = {}
     if len(devices) > 1:
+        options |= dict(on_cpu=devices[0].platform == "cpu")
         axes = best_axes(module, config, len(devices), chip_of(devices[0]), **options)
     return make_mesh(**axes, devices=devices)

@@ -1,0 +1,109 @@
+"""Converts loaded matrices to the form in which a model keeps them, a block at a time."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from common.kernels.varying import vary_like
+from common.quant import (
+    FP8_BLOCK,
+    SPECS,
+    Fp8,
+    Matrix,
+    Rowwise,
+    Storage,
+    Transposed,
+    dequantize_fp8,
+    dequantize_rows,
+    is_stored,
+)
+from common.sharding import P
+
+BLOCK = 1 << 24  # numbers that a device of a CPU converts at a time
+
+
+@partial(jax.jit, static_argnames=("spec", "storage", "dtype", "mesh"))
+def convert(
+    w: Matrix, spec: PartitionSpec, storage: Storage, dtype: np.dtype, mesh: Mesh
+) -> Matrix:
+    """Converts a matrix, or a stack, (plain, Transposed, Fp8 or Rowwise) to `storage`. Each device
+    converts its part: one matrix of a stack after the other and, on CPU, one block of rows after
+    the other. XLA on CPU would otherwise write all of it out in float32."""
+
+    dtypes = jax.tree.map(lambda a: a.dtype, w)
+
+    def plain(bits: Any) -> Matrix:
+        w = jax.tree.map(lax.bitcast_convert_type, bits, dtypes)
+        if isinstance(w, Transposed):
+            w = w.values.swapaxes(-1, -2)
+        if isinstance(w, Fp8 | Rowwise):
+            w = dequantize_fp8(w) if isinstance(w, Fp8) else dequantize_rows(w)
+        return storage.convert(w, dtype)
+
+    def run(w: Any) -> Matrix:
+        w = jax.tree.map(hidden, w)
+        lead = jax.tree.leaves(w)[0].shape[:-2]
+        if not lead:
+            return one(w)
+        parts = lax.map(one, jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(lead) :]), w))
+        return jax.tree.map(lambda a: a.reshape(*lead, *a.shape[1:]), parts)
+
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    one = partial(in_blocks, plain, out_axes(storage.specs)) if on_cpu else plain
+    in_specs = SPECS[type(w)](spec) if is_stored(w) else spec
+    run = jax.shard_map(run, mesh=mesh, in_specs=(in_specs,), out_specs=storage.specs(spec))
+    return run(w)
+
+
+def hidden(x: jax.Array) -> jax.Array:
+    """The bits of numbers of which XLA on CPU would widen all before it cuts out the parts."""
+    if x.dtype == jnp.float8_e4m3fn:
+        return lax.bitcast_convert_type(x, jnp.uint8)
+    if x.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12):
+        return lax.bitcast_convert_type(x, jnp.uint16)
+    return x
+
+
+def out_axes(specs: Callable[[PartitionSpec], Any]) -> list[int]:
+    """The axis of the matrix's rows in each array of a stored matrix."""
+    return [tuple(spec).index("out") for spec in specs(P("out", "in"))]
+
+
+def in_blocks(f: Callable[[Any], Any], made: list[int], w: Any) -> Any:
+    """f(w) of one matrix, computed for a block of its rows at a time. The rows are along the axes
+    `made` of the result's arrays."""
+    arrays, structure = jax.tree.flatten(w)
+    given = out_axes(SPECS[type(w)]) if is_stored(w) else [0]
+    sizes = [a.shape[axis] for a, axis in zip(arrays, given, strict=True)]
+    rows = sizes[0]
+    unit = FP8_BLOCK if isinstance(w, Fp8) else 1  # rows that share a scale
+    size = max(1, BLOCK * rows // arrays[0].size // unit) * unit  # rows of a block
+    if size >= rows or rows % unit:
+        return f(w)
+
+    def start(i: Any, per: int) -> Any:  # the last block may overlap the one before it
+        return jnp.minimum(i * size, rows - size) // per
+
+    def block(i: Any) -> Any:
+        cut = []
+        for a, n, axis in zip(arrays, sizes, given, strict=True):
+            per = rows // n
+            cut.append(lax.dynamic_slice_in_dim(a, start(i, per), size // per, axis))
+        return f(jax.tree.unflatten(structure, cut))
+
+    def body(i: Any, done: list[jax.Array]) -> list[jax.Array]:
+        new = zip(done, jax.tree.leaves(block(i)), made, strict=False)
+        return [lax.dynamic_update_slice_in_dim(a, x, start(i, 1), axis) for a, x, axis in new]
+
+    like, form = jax.tree.flatten(jax.eval_shape(block, 0))
+    shapes = ((*a.shape[:n], rows, *a.shape[n + 1 :]) for a, n in zip(like, made, strict=False))
+    empty = [
+        vary_like(jnp.zeros(shape, a.dtype), *arrays) for shape, a in zip(shapes, like, strict=True)
+    ]
+    return jax.tree.unflatten(form, lax.fori_loop(0, -(-rows // size), body, empty))
