@@ -2,8 +2,8 @@
 
 `sample` runs inside `shard_map`: V is the part of the vocabulary that one device holds, and B are
 its slots. Nothing of size V is gathered or sorted. A filter (top-k, top-p) is a threshold on the
-logits, which is found bit by bit. The draw finds the device, then the block of tokens, then the
-token. Both exchange a few numbers a slot.
+logits, which is found bit by bit. The draw finds the device, then the group of blocks, the block
+and the token. Both exchange a few numbers a slot.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,8 @@ import numpy as np
 from jax import Array, lax
 
 INVALID = -1  # instead of a token, if the logits are not finite numbers
-BLOCK = 256  # tokens; near sqrt(V), so that the prefix sums over blocks and in a block are short
+BLOCK = 32  # tokens in a block, and blocks in a group; near the cube root of V, so that all of the
+# prefix sums are short: over groups, over the blocks of one, and in a block
 SIGN = np.uint32(1 << 31)
 
 
@@ -119,14 +120,17 @@ def sample(
 
     def draw() -> Array:
         p_BV = kept_mass(x_BV, max_B, sampling, axes)
-        p_BCK = jnp.pad(p_BV, ((0, 0), (0, -V % BLOCK))).reshape(len(p_BV), -1, BLOCK)
+        p_BV = jnp.pad(p_BV, ((0, 0), (0, -V % BLOCK**2)))
+        p_BCKK = p_BV.reshape(len(p_BV), -1, BLOCK, BLOCK)
+        p_BCK = p_BCKK.sum(3)
         p_BC = p_BCK.sum(2)
         p_BN = lax.all_gather(p_BC.sum(1), axes, axis=1)  # [B] per device -> [B, devices] on all
         u_B = jax.vmap(_uniform)(sampling.seed_B, position_B)
         owner_B, rest_B = _descend(p_BN, u_B * p_BN.sum(1))
-        block_B, rest_B = _descend(p_BC, rest_B)
-        p_BK = jnp.take_along_axis(p_BCK, block_B[:, None, None], axis=1)[:, 0]
-        id_B = device * V + block_B * BLOCK + _descend(p_BK, rest_B)[0]
+        c_B, rest_B = _descend(p_BC, rest_B)
+        k_B, rest_B = _descend(_pick(p_BCK, c_B), rest_B)
+        i_B, _ = _descend(_pick(_pick(p_BCKK, c_B), k_B), rest_B)
+        id_B = device * V + (c_B * BLOCK + k_B) * BLOCK + i_B
         drawn_B = lax.psum(jnp.where(device == owner_B, id_B, 0), axes)
         return jnp.where(sampling.temperature_B > 0, drawn_B, greedy_B)
 
@@ -204,6 +208,11 @@ def _uniform(seed: Array, position: Array) -> Array:
     # Centres of 2**23 cells. Their lower ends include 0, which would draw the first token, however
     # improbable it is.
     return (jax.random.key_data(key)[0] >> 9) * jnp.float32(2**-23) + jnp.float32(2**-24)
+
+
+def _pick(x_BX: Array, index_B: Array) -> Array:
+    """x[b, index_B[b]] of each slot b: [B, X, ..] -> [B, ..]."""
+    return x_BX[jnp.arange(len(x_BX)), index_B]
 
 
 def _descend(mass_BX: Array, rest_B: Array) -> tuple[Array, Array]:

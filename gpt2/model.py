@@ -25,11 +25,11 @@ their results:
     1         all-reduce [B]         float32, in `sample`: the largest logit
     1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
 
-If a slot of the device has a temperature above 0, there are up to 35 more in `sample`:
+If a slot of the device has a temperature above 0, there are up to 36 more in `sample`:
 
     16        all-reduce [3, B]      float32, if a slot uses top-k: the search for its threshold
-    1         all-reduce [B]         float32, if a slot uses top-p: the probability that top-k keeps
     16        all-reduce [3, B]      float32, if a slot uses top-p: the search for its threshold
+    2         all-reduce [B]         float32, one before each search: the probability that is left
     1         all-gather [B, n]      float32: the sum of the probabilities on each of the n devices
     1         all-reduce [B]         int32: the drawn id
 """

@@ -140,7 +140,7 @@ def test_the_threshold_separates_neighbouring_floats():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("varied, shape", [("seed", ONE), ("position", (1, 2, 2))])
 def test_draws_are_as_frequent_as_they_are_probable(varied, shape):
-    n, V = 4000, 4 * (BLOCK + 20)  # several blocks on every device, the last one short
+    n, V = 4000, 4 * (BLOCK**2 + 20)  # several groups on every device, the last one short
     logits = rows(1, V, seed=3)[0]
     count = np.arange(n)
     seed, position = (count, np.full(n, 7)) if varied == "seed" else (np.full(n, 7), count)
@@ -231,7 +231,7 @@ def test_batch_mates_change_nothing(garbage):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", MESHES)
 def test_a_mesh_samples_what_one_device_samples(shape):
-    n, V = 200, 8 * (BLOCK + 9)
+    n, V = 200, 8 * (BLOCK**2 + 9)
     logits, sampling, position = rows(n, V, seed=2), slots(n), np.arange(n)
     np.testing.assert_array_equal(
         tokens(logits, sampling, position, shape), tokens(logits, sampling, position)

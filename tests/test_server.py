@@ -7,6 +7,7 @@ import functools
 import http.client
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -17,12 +18,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import openai
 import pytest
 from engine import ENVIRONMENT, ROOT
 
-from common.server.http import Guard
+from common.server.http import Desk, Guard, names_of
 from common.server.protocol import FIELDS, UNSUPPORTED, Choice, scores_of_text, spelled
 from common.serving.load import load
 from common.serving.serve import complete, serve
@@ -156,7 +158,8 @@ def test_a_conversation_goes_through_the_template(server, chat_model):
     whole = ask(messages=[message])
     assert whole.choices[0].message.content == want
     assert whole.usage.completion_tokens == 24
-    options = dict(stream=True, stream_options=dict(include_usage=True))
+    usage = dict(include_usage=True, include_obfuscation=False)
+    options = dict(stream=True, stream_options=usage)
     *chunks, last = ask(messages=[message], **options)
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == want
     roles = [chunk.choices[0].delta.role for chunk in chunks]
@@ -439,6 +442,7 @@ BAD = [
     (dict(prompt="a", stop=["x"] * 17), "or a list of at most 16"),
     (dict(prompt="a", stop=[], max_tokens=0), "max_tokens must be at least 1"),
     (dict(prompt="a", colour="red"), "there is no field 'colour'"),
+    (dict(prompt="a", stream_options=dict(include_obfuscation=True)), "include_usage alone"),
     (dict(prompt="a", stream_options=dict(x=1)), "stream_options has include_usage alone"),
     (dict(prompt="a", stream_options=dict(include_usage=1)), "include_usage alone, true or false"),
     (dict(prompt=["a"] * 100, n=3), "a request may ask for 260 texts at most"),
@@ -510,8 +514,9 @@ def test_unknown_models_paths_and_methods_get_the_error_object(server):
     assert status == 404 and answer["error"]["message"].startswith("the model here is ")
     wrong = ("GET", "/v2", 404), ("GET", "/v1/models/gpt-4o", 404), ("GET", "/v1/completions", 405)
     for method, path, status in wrong:
-        got, _, answer = server.call(method, path)
+        got, headers, answer = server.call(method, path)
         assert got == json.loads(answer)["error"]["code"] == status
+        assert status != 405 or headers["allow"] == "POST"
 
 
 def test_random_requests_never_break_it(server, request):
@@ -612,6 +617,43 @@ http.listen = small"""
         assert server.post(prompt=PROMPT, max_tokens=5)[0] == 200
         assert within(60, server.is_idle)
         assert server.metric("decode_tokens_total") < 4 * 470
+
+
+@pytest.mark.full
+def test_a_client_that_leaves_its_reply_unread_takes_no_place_and_is_dropped(chat_model):
+    code = f"""{PATCH}
+import socket
+http.STALLED, listen = 2.0, http.listen
+def small(place):
+    listener = listen(place)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listener
+http.listen = small"""
+    body = dict(prompt=PROMPT, max_tokens=200, stream=True, n=2, logprobs=20)
+    options = "--ckpt", str(chat_model), "--slots", "2", "--queue", "0"
+    with running(*options, code=code) as server, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", server.port))
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost:{server.port}\r\n"
+        slow.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        assert within(30, lambda: server.metric("decode_tokens_total") > 100)
+        assert within(30, lambda: server.metric("running_requests") == 0)
+        assert server.metric("open_requests") == 2  # its events are kept
+        assert server.post(prompt=PROMPT, max_tokens=5)[0] == 200
+        assert within(20, server.is_idle)
+
+
+def test_what_the_event_loop_cannot_do_is_one_line_a_minute(capsys):
+    desk = SimpleNamespace(complained=-math.inf)
+    for _ in range(3):
+        Desk.complain(desk, None, dict(message="no more files", exception=OSError("EMFILE")))
+    assert capsys.readouterr().err == "[the server's connections: no more files EMFILE]\n"
+
+
+def test_a_host_may_have_the_name_that_was_given():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert "my-host" in names_of(listener, "My-Host:8000")
 
 
 @pytest.mark.one_in(2)
@@ -721,6 +763,13 @@ def test_a_place_where_it_cannot_listen_is_named_before_anything_is_read():
     assert "--top-p does not go with --serve" in refused_start("--serve", "--top-p", "0.9")
     assert "--api-key goes with --serve only" in refused_start("--api-key", "x")
     assert "--queue goes with --serve only" in refused_start("--queue", "5")
+
+
+def test_a_key_that_lets_all_in_or_none_is_refused():
+    told = "--api-key or FOLIO_API_KEY is empty"
+    assert told in refused_start("--serve", "--api-key", "")
+    for key in ("", "key\n", "\udcff"):
+        assert told in refused_start("--serve", FOLIO_API_KEY=key)
 
 
 def test_it_is_said_how_the_extra_is_installed(tmp_path):

@@ -1,7 +1,9 @@
 """Tokenizers and chat templates, against golden files. make_tokenizer_fixtures.py makes these files
 and three tiny tokenizers."""
 
+import contextlib
 import json
+import os
 import re
 import shutil
 import threading
@@ -275,6 +277,30 @@ def test_a_template_is_bounded_in_time_and_size_and_the_next_one_renders(
     assert one_line(error) and len(str(error.value)) < 600
     assert time.monotonic() - began < 10
     assert tk.render_chat(with_template("{{ messages[0].content }}"), USER) == "hi"
+
+
+def test_a_process_that_was_killed_between_two_templates_is_started_again():
+    tok = with_template("{{ messages[0].content }}")
+    assert tk.render_chat(tok, USER) == "hi"
+    template.CHILD.process.kill()
+    template.CHILD.process.wait()
+    assert tk.render_chat(tok, USER) == "hi"
+
+
+def test_a_template_renders_in_a_process_with_many_open_files():
+    """Connections take file numbers above those that `select` can wait for."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 2048:
+        pytest.skip("this system opens fewer files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
+    template.CHILD.stop()
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        stack.callback(template.CHILD.stop)
+        for _ in range(1100):
+            stack.callback(os.close, os.dup(0))
+        assert tk.render_chat(with_template("{{ messages[0].content }}"), USER) == "hi"
 
 
 def test_a_variable_that_a_template_cannot_get_is_a_value_error():

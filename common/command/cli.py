@@ -245,9 +245,10 @@ def check_options(args: argparse.Namespace) -> None:
 def open_listener(args: argparse.Namespace) -> socket.socket:
     """Listens where --serve says. ValueError if that cannot be."""
     try:
-        from common.server.http import listen  # an extra, and only this needs it
+        from common.server.http import key_of, listen  # an extra, and only this needs it
     except ModuleNotFoundError as error:
         raise ValueError(f"--serve needs pip install 'folio-jax[serve]' ({error})") from None
+    key_of(args)
     return listen(args.serve)
 
 

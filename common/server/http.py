@@ -56,6 +56,8 @@ from common.serving.session import Event, Request, Session
 
 BODY = 16 << 20  # bytes of a request
 BACKLOG = 4096  # events that a client may leave unread
+STALLED = 60.0  # seconds in which a client must take some of a reply that has ended
+WAITING = 128  # connections that wait to be accepted; after a failure, as many are tried again
 
 
 class Answer:
@@ -65,14 +67,15 @@ class Answer:
         self.requests, self.task = requests, asyncio.current_task()
         self.events = asyncio.Queue[tuple[int, Event] | Exception]()
         self.numbers = list[int]()  # of its requests in the session, whose thread has them
+        self.left = len(requests)  # requests that have not ended
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
         """Yields the choice and the event, until all choices have ended."""
-        left = len(self.requests)
-        while left:
+        untold = len(self.requests)
+        while untold:
             if isinstance(item := await self.events.get(), Exception):
                 raise item
-            left -= item[1].finish is not None
+            untold -= item[1].finish is not None
             yield item
 
 
@@ -86,6 +89,8 @@ class Desk:
         self.places = dict[int, tuple[Answer, int]]()  # by number of the request
         self.deadline = math.inf  # when a server that is to stop gives up what still runs
         self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(self.complain)
+        self.complained = -math.inf
 
     # of the event loop
 
@@ -93,7 +98,7 @@ class Desk:
         """Refused if so many more requests would be too many, or if the server stops."""
         if self.deadline < math.inf:
             raise Refused("the server is stopping", status=503)
-        if sum(len(answer.requests) for answer in self.open) + count > self.most:
+        if sum(answer.left for answer in self.open) + count > self.most:
             raise Refused("too many requests are waiting: try again later", status=429)
 
     def enter(self, requests: Sequence[Request]) -> Answer:
@@ -111,8 +116,28 @@ class Desk:
     def deliver(self, events: Sequence[tuple[Answer, Any]]) -> None:
         for answer, item in events:
             answer.events.put_nowait(item)
+            answer.left -= isinstance(item, tuple) and item[1].finish is not None
+            if not answer.left:
+                self.loop.call_later(STALLED, self.drop_if_stalled, answer, answer.events.qsize())
             if answer.events.qsize() > BACKLOG and answer.task:
                 answer.task.cancel()  # its client does not read
+
+    def drop_if_stalled(self, answer: Answer, waited: int) -> None:
+        """Gives up an answer that has ended, if its client took nothing of it since `waited` events
+        waited."""
+        if answer not in self.open or answer.task is None:
+            return
+        if (waits := answer.events.qsize()) == waited:
+            answer.task.cancel()
+        else:
+            self.loop.call_later(STALLED, self.drop_if_stalled, answer, waits)
+
+    def complain(self, _: Any, context: dict[str, Any]) -> None:
+        """Writes what the event loop cannot do, at most once a minute."""
+        if time.monotonic() > self.complained + 60:
+            self.complained = time.monotonic()
+            error = context.get("exception") or ""
+            sys.stderr.write(f"[the server's connections: {context['message']} {error}]\n")
 
     def fail(self, error: Exception) -> None:
         self.deliver([(answer, error) for answer in self.open])
@@ -326,7 +351,9 @@ def refusal_of(error: Exception) -> Refused:
 
 async def refuse(call: Call, error: Exception) -> Response:
     refused = refusal_of(error)
-    headers = {"Retry-After": "1"} if refused.status in (429, 503) else {}
+    headers = dict(getattr(error, "headers", None) or {})  # such as Allow
+    if refused.status in (429, 503):
+        headers["Retry-After"] = "1"
     return JSONResponse(refused.object, refused.status, headers)
 
 
@@ -342,27 +369,38 @@ def listen(place: str) -> socket.socket:
         raise ValueError(f"--serve {place}: {getattr(error, 'strerror', error)}") from None
 
 
-def names_of(listener: socket.socket) -> set[str]:
-    """The names that a Host header may have; empty if other machines can connect."""
+def names_of(listener: socket.socket, place: str) -> set[str]:
+    """The names that a Host header may have, with that in --serve; empty if other machines can
+    connect."""
     host = listener.getsockname()[0]
     if not ipaddress.ip_address(host).is_loopback:
         return set()
-    return {"localhost", "127.0.0.1", "[::1]", host}
+    return {"localhost", "127.0.0.1", "[::1]", host, place.rpartition(":")[0].lower()}
+
+
+def key_of(args: argparse.Namespace) -> str | None:
+    """The API key. ValueError if it is empty, which would let all clients in, or if no client could
+    send it."""
+    key: str | None = args.api_key
+    key = os.environ.get("FOLIO_API_KEY") if key is None else key
+    if key is not None and not (key and key.isprintable() and key == key.strip()):
+        raise ValueError("--api-key or FOLIO_API_KEY is empty, or has spaces around it or controls")
+    return key
 
 
 def serve_http(session: Session, args: argparse.Namespace, listener: socket.socket) -> None:
     """Serves until SIGTERM or Ctrl-C, then ends what runs within --grace seconds."""
-    desk, names = Desk(session, args), names_of(listener)
+    desk, names = Desk(session, args), names_of(listener, args.serve)
     ckpt = str(args.ckpt or session.model.module.__package__)
     name = Path(ckpt).resolve().name if Path(ckpt).is_dir() else ckpt
-    key, origins = args.api_key or os.environ.get("FOLIO_API_KEY"), args.allow_origin
+    key, origins = key_of(args), args.allow_origin
     guard = Middleware(Guard, names=names, origins=origins, key=key)
     anything: Any = dict(allow_methods=["*"], allow_headers=["*"])
     cors = Middleware(CORSMiddleware, allow_origins=origins, **anything)
     middleware = [cors, guard] if origins else [guard]
     errors = dict.fromkeys((Refused, HTTPException, Exception), refuse)
     app = Starlette(False, Api(desk, name).routes(), middleware, errors)
-    quiet: Any = dict(log_level="critical", lifespan="off")
+    quiet: Any = dict(log_level="critical", lifespan="off", backlog=WAITING)
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=5, **quiet))
     run = partial(desk.loop.run_until_complete, server.serve([listener]))
     thread = threading.Thread(target=run, daemon=True)

@@ -126,7 +126,9 @@ def fields_of(kind: str, body: Any) -> dict[str, Any]:
     if (needed := "messages" if kind == "chat" else "prompt") not in given:
         raise Refused(f"{needed} is missing", needed)
     options = given.get("stream_options", {})
-    if set(options) - {"include_usage"} or not FLAG.holds(options.get("include_usage", False)):
+    usage = options.get("include_usage", False)
+    rest = {key: x for key, x in options.items() if key != "include_usage" and x is not None}
+    if rest.pop("include_obfuscation", False) is not False or rest or not FLAG.holds(usage):
         raise Refused("stream_options has include_usage alone, true or false", "stream_options")
     return given
 

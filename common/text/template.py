@@ -7,7 +7,7 @@ ends. Questions and answers are lines of JSON.
 
 import json
 import os
-import select
+import selectors
 import subprocess
 import sys
 import threading
@@ -52,6 +52,8 @@ class Child:
         """Returns the child's answer. TimeoutError if it is late; EOFError if the child died."""
         with self.lock:
             try:
+                if self.process is not None and self.process.poll() is not None:
+                    self.stop()  # it was killed since the last question
                 if self.process is None:
                     read_line(self.start(), START_S)
                 assert self.process is not None and self.process.stdin is not None
@@ -68,8 +70,10 @@ CHILD = Child()
 
 def read_line(process: "subprocess.Popen[bytes]", timeout: float) -> bytes:
     assert process.stdout is not None
-    if not select.select([process.stdout], [], [], timeout)[0]:
-        raise TimeoutError
+    with selectors.DefaultSelector() as selector:  # `select` takes no file numbers over 1,023
+        selector.register(process.stdout, selectors.EVENT_READ)
+        if not selector.select(timeout):
+            raise TimeoutError
     if not (line := process.stdout.readline()):
         raise EOFError
     return line
