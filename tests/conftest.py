@@ -47,10 +47,6 @@ def pytest_configure(config):
         cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         os.environ["XDG_CACHE_HOME"] = cache.name
         config.add_cleanup(cache.cleanup)
-    # Tests share compiled programs, too, and with them the time that it takes to compile these.
-    jax.config.update("jax_compilation_cache_dir", os.environ["XDG_CACHE_HOME"] + "/tests")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 ALONE = ("test_slices", "test_readme")  # files whose tests share no compiled programs
