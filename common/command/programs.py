@@ -101,7 +101,8 @@ def drop_what_fails(folder: Path) -> None:
             return drop(entries)
         for entry in entries:
             if entry.name not in before:
-                entry.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    entry.unlink()
         if not told:
             sys.stderr.write(f"[compiled programs are not kept: {found[3]}]\n")
             told = True
