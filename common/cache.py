@@ -23,7 +23,7 @@ from common.sharding import DATA, TENSOR, P, round_up
 
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = float(jnp.finfo(FP8).max)
-DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "int8", FP8)))  # of caches
+DTYPES = tuple(jnp.dtype(x) for x in ("float32", "bfloat16", "int8", FP8))  # of caches
 LANES = 128  # the numbers in one row of a TPU's tile
 TILE = 32  # positions in a tile of 8-bit numbers
 COPY_BLOCK = 128  # positions that are copied at once
