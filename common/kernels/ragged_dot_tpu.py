@@ -427,7 +427,7 @@ def ragged_dot_tpu(
     w, scale = (*jax.tree.leaves(w_EOI), None)[:2]
     if not interpret:  # otherwise XLA may copy all of w onto the chip first, if it fits
         w = on_hbm(w)
-        if scale is not None and not isinstance(w_EOI, Fp8):  # its scales are in scalar memory
+        if scale is not None and scale.size > 1:  # XLA keeps a single number elsewhere
             scale = on_hbm(scale)
     x_PMI = x_MI.astype(dtype).reshape(M, n_in // planes, planes).transpose(2, 0, 1)
     operands = Operands(
