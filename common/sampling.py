@@ -17,8 +17,9 @@ import numpy as np
 from jax import Array, lax
 
 INVALID = -1  # instead of a token, if the logits are not finite numbers
-BLOCK = 32  # tokens in a block, and blocks in a group; near the cube root of V, so that all of the
-# prefix sums are short: over groups, over the blocks of one, and in a block
+# Tokens in a block, and blocks in a group. It is near the cube root of V, so that all prefix sums
+# are short: over the groups, over the blocks of a group, and in a block.
+BLOCK = 32
 SIGN = np.uint32(1 << 31)
 
 
@@ -27,8 +28,7 @@ class Sampling(NamedTuple):
 
     temperature_B: Array  # float32; 0 is greedy
     top_k_B: Array  # int32; keeps the k largest logits; 0 is off
-    # float32; keeps the fewest tokens that hold this share of the probability that top-k left; 1 is
-    # off
+    # float32; keeps the fewest tokens that hold this share of what top-k left; 1 is off
     top_p_B: Array
     min_p_B: Array  # float32; keeps tokens with this share of the likeliest's probability; 0 is off
     seed_B: Array  # uint32
@@ -221,7 +221,7 @@ def _descend(mass_BX: Array, rest_B: Array) -> tuple[Array, Array]:
 
     Each end is a sum of X terms, of which later bins are 0. All ends add them in the same order, so
     rounding keeps them in order too. So an empty bin is never hit, and a rest_B past the end hits a
-    bin that has mass.
+    bin that has mass. If no bin has any, the result is no bin: X.
     """
     x = jnp.arange(mass_BX.shape[1])
     end_BX = jnp.where(x[:, None] <= x, mass_BX[:, :, None], 0).sum(1)

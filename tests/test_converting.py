@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 
 from common.loading import converting
 from common.loading.converting import BLOCK, convert
+from common.machines.chips import devices_of
 from common.quant import (
     INT8,
     SPECS,
@@ -85,3 +86,14 @@ def test_a_matrix_of_many_blocks_takes_the_memory_of_one_beside_itself(form, sto
     given = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(w))
     # Beside a block, in float32 several times over, there may be a copy of the given bits.
     assert memory.memory_analysis().temp_size_in_bytes < given + 5 * 4 * BLOCK
+
+
+@pytest.mark.parametrize("form", ["plain", "fp8"])
+def test_a_tpu_takes_no_memory_beside_a_stack(form):
+    mesh, spec = make_mesh(devices=devices_of("v5e:2x2")[:1]), P(None, None, None)
+    # The experts of one device; a smaller stack would fit on the chip.
+    w = jax.eval_shape(lambda: matrix_of(form, (16, 2048, 7168)))
+    put = NamedSharding(mesh, spec)
+    w = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=put), w)
+    compiled = convert.lower(w, spec, INT8, BF16, mesh).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20

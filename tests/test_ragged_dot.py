@@ -578,6 +578,11 @@ def test_the_kernel_compiles_and_no_weight_is_copied(chip, width, M):
     assert not weights_written(compiled, shapes_of(form, E, n_out, n_in))
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_single_scale_compiles(chip):
+    assert "tpu_custom_call" in compile_for(chip, Fp8, 8, 1, 128, 128).as_text()
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("E", [1, 16])
 @pytest.mark.parametrize("chip", CHIPS)

@@ -155,8 +155,8 @@ def _repeats(w_EOI: Matrix, rows: int, M: int) -> int:
     0 if they multiply the weights."""
     group = _group(w_EOI)
     repeats = max(1, LANES // group) if group else 0
-    fewest = MOST_ROWS if repeats == 1 else MOST_REPEATED
-    return repeats if rows == M and repeats * rows <= fewest else 0
+    most = MOST_ROWS if repeats == 1 else MOST_REPEATED
+    return repeats if rows == M and repeats * rows <= most else 0
 
 
 def _compute_dtype(x_MI: Array, w_EOI: Matrix) -> Any:

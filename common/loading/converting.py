@@ -35,7 +35,7 @@ def convert(
     """Converts a matrix, or a stack, (plain, Transposed, Fp8 or Rowwise) to `storage`. Each device
     converts its part: one matrix of a stack after the other and, on CPU, one block of rows after
     the other. XLA on CPU would otherwise write all of it out in float32."""
-
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
     dtypes = jax.tree.map(lambda a: a.dtype, w)
 
     def plain(bits: Any) -> Matrix:
@@ -46,23 +46,23 @@ def convert(
             w = dequantize_fp8(w) if isinstance(w, Fp8) else dequantize_rows(w)
         return storage.convert(w, dtype)
 
-    def run(w: Any) -> Matrix:
-        w = jax.tree.map(hidden, w)
+    def local(w: Any) -> Matrix:
+        w = jax.tree.map(as_bits, w) if on_cpu else w
         lead = jax.tree.leaves(w)[0].shape[:-2]
         if not lead:
             return one(w)
         parts = lax.map(one, jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(lead) :]), w))
         return jax.tree.map(lambda a: a.reshape(*lead, *a.shape[1:]), parts)
 
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
     one = partial(in_blocks, plain, out_axes(storage.specs)) if on_cpu else plain
     in_specs = SPECS[type(w)](spec) if is_stored(w) else spec
-    run = jax.shard_map(run, mesh=mesh, in_specs=(in_specs,), out_specs=storage.specs(spec))
+    run = jax.shard_map(local, mesh=mesh, in_specs=(in_specs,), out_specs=storage.specs(spec))
     return run(w)
 
 
-def hidden(x: jax.Array) -> jax.Array:
-    """The bits of numbers of which XLA on CPU would widen all before it cuts out the parts."""
+def as_bits(x: jax.Array) -> jax.Array:
+    """The bits of numbers that XLA on CPU would widen, all at once, before it cuts them into parts.
+    Other numbers as they are."""
     if x.dtype == jnp.float8_e4m3fn:
         return lax.bitcast_convert_type(x, jnp.uint8)
     if x.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12):

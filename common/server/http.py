@@ -71,11 +71,9 @@ class Answer:
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
         """Yields the choice and the event, until all choices have ended."""
-        untold = len(self.requests)
-        while untold:
+        while self.left or not self.events.empty():
             if isinstance(item := await self.events.get(), Exception):
                 raise item
-            untold -= item[1].finish is not None
             yield item
 
 
@@ -384,7 +382,8 @@ def key_of(args: argparse.Namespace) -> str | None:
     key: str | None = args.api_key
     key = os.environ.get("FOLIO_API_KEY") if key is None else key
     if key is not None and not (key and key.isprintable() and key == key.strip()):
-        raise ValueError("--api-key or FOLIO_API_KEY is empty, or has spaces around it or controls")
+        what = "be printable, and neither be empty nor have spaces around it"
+        raise ValueError(f"--api-key or FOLIO_API_KEY must {what}")
     return key
 
 
