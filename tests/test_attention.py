@@ -803,6 +803,7 @@ def test_a_cache_that_wraps_holds_whole_chunks():
     )
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
 @pytest.mark.parametrize("attend", [ragged_decode_attention, prefill_attention])
 @pytest.mark.parametrize("dtype", ["uint8", "uint32", "int16"])

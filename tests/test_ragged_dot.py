@@ -578,7 +578,8 @@ def test_the_kernel_compiles_and_no_weight_is_copied(chip, width, M):
     assert not weights_written(compiled, shapes_of(form, E, n_out, n_in))
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("chip", CHIPS[::-1])
 def test_a_single_scale_compiles(chip):
     assert "tpu_custom_call" in compile_for(chip, Fp8, 8, 1, 128, 128).as_text()
 
