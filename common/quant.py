@@ -301,7 +301,7 @@ def zero_sums(x: Array, scale: Array, zero: Array) -> tuple[Array, Array]:
     # A product with ones and zeros, because sums along parts of rows are slow on TPU: compiled for
     # v5e, 100,000 cycles for 512 rows of 5,120 bfloat16 numbers, and the product 5,400.
     mine = jnp.arange(x.shape[1])[:, None] // (x.shape[1] // groups) == jnp.arange(groups)
-    exact = dict(precision="highest", preferred_element_type=jnp.float32)
+    exact: Any = dict(precision="highest", preferred_element_type=jnp.float32)
     return jnp.dot(x, mine.astype(x.dtype), **exact), zero * scale.astype(jnp.float32)
 
 

@@ -24,6 +24,7 @@ import openai
 import pytest
 from engine import ENVIRONMENT, ROOT
 
+from common.command import cli
 from common.server.http import Desk, Guard, names_of
 from common.server.protocol import FIELDS, UNSUPPORTED, Choice, scores_of_text, spelled
 from common.serving.load import load
@@ -739,17 +740,24 @@ def test_the_bytes_of_tokens_are_those_of_the_text():
     assert [n for n in names if n.startswith("bytes:")][:2] == ["bytes:\\xc3", "bytes:\\xa9"]
 
 
-def refused_start(*options, **environment):
-    done = subprocess.run(
-        [sys.executable, "-m", "llama3.main", *options],
-        **dict(cwd=ROOT, env={**ENVIRONMENT, **environment}, text=True),
-        **dict(capture_output=True, stdin=subprocess.DEVNULL, timeout=120),
-    )
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    return done.stderr
+@pytest.fixture
+def refused_start(capsys, monkeypatch):
+    """Starts a command line with some options and variables, and returns its one line of error."""
+    monkeypatch.setattr(cli, "read_weights", lambda *_: pytest.fail("weights were loaded first"))
+
+    def start(*options, **variables):
+        with monkeypatch.context() as context, pytest.raises(SystemExit) as stop:
+            for name, value in variables.items():
+                context.setenv(name, value)
+            cli.main(llama3, ["--no-compile-cache", *options])
+        told = capsys.readouterr()
+        assert (stop.value.code, told.out, told.err.count("\n")) == (2, "", 1)
+        return told.err
+
+    return start
 
 
-def test_a_place_where_it_cannot_listen_is_named_before_anything_is_read():
+def test_a_place_where_it_cannot_listen_is_named_before_anything_is_read(refused_start):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         assert f"--serve {place}: Address already in use" in refused_start("--serve", place)
@@ -762,7 +770,7 @@ def test_a_place_where_it_cannot_listen_is_named_before_anything_is_read():
     assert "--queue goes with --serve only" in refused_start("--queue", "5")
 
 
-def test_a_key_that_lets_all_in_or_none_is_refused():
+def test_a_key_that_lets_all_in_or_none_is_refused(refused_start):
     told = "--api-key or FOLIO_API_KEY must be printable"
     assert told in refused_start("--serve", "--api-key", "")
     for key in ("", "key\n", "\udcff"):
@@ -772,5 +780,10 @@ def test_a_key_that_lets_all_in_or_none_is_refused():
 def test_it_is_said_how_the_extra_is_installed(tmp_path):
     (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\")")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    told = refused_start("--serve", "127.0.0.1:0", PYTHONPATH=path)
-    assert "pip install 'folio-jax[serve]'" in told
+    done = subprocess.run(
+        [sys.executable, "-m", "llama3.main", "--serve", "127.0.0.1:0"],
+        **dict(cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": path}, text=True),
+        **dict(capture_output=True, stdin=subprocess.DEVNULL, timeout=120),
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "pip install 'folio-jax[serve]'" in done.stderr

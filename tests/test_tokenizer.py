@@ -545,6 +545,17 @@ def test_halves_of_control_tokens_do_not_meet():
     assert parts == [{"type": "text", "text": content}]
 
 
+@pytest.mark.parametrize("typed", ["</s>", "a<s>b", "<s> <unk>x", "<s>"])
+def test_no_space_comes_into_a_control_token_that_is_typed(typed):
+    """The tokenizer of Llama 2 puts a space before each text that it encodes."""
+    tok = tk.load_tokenizer(FIXTURES / "llama2")
+    tok = tok._replace(chat_template="{{ bos_token }}[INST] {{ messages[0].content }} [/INST]")
+    ids = tk.encode_chat(tok, [{"role": "user", "content": typed}])
+    assert tk.decode(tok, ids, keep_special=True) == f"<s> [INST] {typed} [/INST]"
+    special = {tok.backend.token_to_id(x) for x in ("<s>", "</s>", "<unk>")}
+    assert [i for i in ids if i in special] == ids[:1]
+
+
 def test_a_reply_keeps_the_marks_that_templates_look_for():
     """These marks are added tokens, but not special ones."""
     tok = tk.load_tokenizer(FIXTURES / "llama3")

@@ -21,11 +21,12 @@ from common.loading.files import (
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LONGEST_NAME = 255  # characters, in the name of a tensor or of a file
 LARGEST_HEADER = 100_000_000  # bytes, by the format's own rule
-FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
-KEPT = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "U8": np.dtype(np.uint8)}  # never cast
+Dtypes = dict[str, np.dtype]  # by the name that a file has for each
+FLOATS: Dtypes = dict(F32=np.dtype("float32"), F16=np.dtype("float16"), BF16=jnp.dtype("bfloat16"))
+KEPT: Dtypes = dict(F8_E4M3=jnp.dtype("float8_e4m3fn"), U8=np.dtype("uint8"))  # never cast
 # 4-bit integers are read as int8. Files hold them only packed, several in a 32-bit word.
-KEPT |= {"I8": np.dtype(np.int8), "I4": np.dtype(jnp.int4)}
-WHOLE = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
+KEPT |= dict(I8=np.dtype("int8"), I4=jnp.dtype("int4"))
+WHOLE: Dtypes = dict(I32=np.dtype("int32"), I64=np.dtype("int64"))
 DTYPES = FLOATS | KEPT | WHOLE
 
 

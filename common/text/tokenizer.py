@@ -200,8 +200,20 @@ def encode_chat(
     """
     cut = unused_character(messages)
     marked = [cut_controls(tok, message, cut) for message in messages]
-    text = render_chat(tok, marked, add_generation_prompt, **variables)
-    return [i for part in text.split(cut) for i in _ids(tok, part, add_special_tokens=False)]
+    first, *rest = render_chat(tok, marked, add_generation_prompt, **variables).split(cut)
+    ids = _ids(tok, first, add_special_tokens=False)
+    for part in rest:
+        ids += ids_behind(tok, cut, part)
+    return ids
+
+
+def ids_behind(tok: Tokenizer, before: str, text: str) -> list[int]:
+    """Encodes a text that stands behind another: a tokenizer that puts a space before each text
+    puts none before this one. If the two share a token, `text` is encoded alone."""
+    known, ids = (_ids(tok, x, add_special_tokens=False) for x in (before, before + text))
+    if ids[: len(known)] == known:
+        return ids[len(known) :]
+    return _ids(tok, text, add_special_tokens=False)
 
 
 def unused_character(messages: Any) -> str:
