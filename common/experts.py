@@ -31,8 +31,8 @@ class Groups(NamedTuple):
 
 
 def group_by_expert(expert_MX: jax.Array, num_local: int) -> Groups:
-    """Sorts the choices [M, X] of experts, numbered among all, for a device that holds `num_local`
-    of them. Called inside `shard_map`."""
+    """Sorts the choices of experts, int32 [M, X], numbered among all, for a device that holds
+    `num_local` of them. Called inside `shard_map`."""
     M, X = expert_MX.shape
     local = expert_MX.ravel() - lax.axis_index(EXPERT) * num_local
     local = jnp.where((local >= 0) & (local < num_local), local, num_local)

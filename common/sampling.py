@@ -247,8 +247,9 @@ def scores(
     vocab_size: int,
     axes: tuple[str, ...],
 ) -> Scores:
-    """Scores tokens and the n likeliest ones, inside `shard_map`; computes nothing if they are not
-    wanted. Each device sends its own n candidates, and no logits."""
+    """Scores tokens_BT (int32) and the X = min(n, vocab_size) likeliest tokens, by float32 logits;
+    gives zeros if the bool scalar `wanted` is false. Called inside `shard_map`, where V is the
+    device's part of the vocabulary. Each device sends its own X candidates, and no logits."""
     V = logits_BTV.shape[-1]
     first, n = lax.axis_index(axes) * V, min(n, vocab_size)
 

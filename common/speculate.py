@@ -95,12 +95,12 @@ def generate(
     implementation: str = AUTO,
     likeliest: int = 0,
 ) -> tuple[Any, Array, Scores | None]:
-    """`model.generate` with K drafted tokens for each slot; K may be 0.
+    """`model.generate` with K drafted tokens for each slot, int32 [B, K]; K may be 0.
 
-    Returns the state, and the new tokens [B, K + 1]: those that count, then NO_TOKEN. Then their
-    scores, and those of the `likeliest` tokens, computed if the flag `wanted` is set. `state` is
-    donated. Tokens past the capacity are not cached, so the tokens after them are wrong: the caller
-    must not take tokens beyond the capacity.
+    Returns the state; the new tokens, int32 [B, K + 1], filled up with NO_TOKEN; and their scores
+    with those of the `likeliest` tokens: zeros if the bool scalar `wanted` is false, None if it is
+    None. `state` is donated. Tokens past the capacity are not cached, so the tokens after them are
+    wrong: the caller must not take tokens beyond the capacity.
     """
 
     def run(

@@ -278,7 +278,7 @@ def swiglu(gate_up: Array, limit: float) -> Array:
 
 
 def experts(x: Array, w: Experts, dot: Callable[..., Array], limit: float) -> Array:
-    """Each row through the MLP of its expert. `dot` multiplies a row by its own expert's matrix."""
+    """[rows, D] -> [rows, D]: each row through the MLP of its expert, whose matrix `dot` picks."""
     h = swiglu(dot(x, w.w_gate_up, bias_EO=w.b_gate_up), limit)
     b_down = jnp.where(lax.axis_index(TENSOR) == 0, w.b_down, 0)  # one device adds it: psum follows
     return dot(h, w.w_down, bias_EO=b_down)
@@ -357,7 +357,7 @@ def extend(
     mesh: Mesh,
     implementation: str = AUTO,
 ) -> DecodeState:
-    """Appends the first count_B of T tokens to each slot, and samples the token after them. The sum
+    """Appends the first count_B of T tokens, all int32, to each slot, and samples the next. The sum
     of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
     past count_B are padding. They are computed too, but no later token depends on them, because
     their keys land at or past the slot's new length, or are dropped if past the capacity."""

@@ -271,7 +271,7 @@ def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
 
 
 def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
-    """Each row through the MLP of its expert. `dot` multiplies a row by its own expert's matrix."""
+    """[rows, D] -> [rows, D]: each row through the MLP of its expert, whose matrix `dot` picks."""
     return dot(jax.nn.silu(dot(x, w.w_gate)) * dot(x, w.w_up), w.w_down)
 
 
@@ -348,7 +348,7 @@ def extend(
     mesh: Mesh,
     implementation: str = AUTO,
 ) -> DecodeState:
-    """Appends the first count_B of T tokens to each slot, and samples the token after them. The sum
+    """Appends the first count_B of T tokens, all int32, to each slot, and samples the next. The sum
     of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
     past count_B are padding. They are computed too, but no later token depends on them, because
     their keys land at or past the slot's new length, or are dropped if past the capacity."""

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from common.kernels import attention_blocked as module
 from common.kernels import prefill_attention_tpu
 from common.kernels.attention_blocked import attention_blocked
-from common.kernels.decode_attention import ragged_decode_attention
+from common.kernels.decode_attention import block_size, ragged_decode_attention
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.reference import attention_reference
 from common.kernels.softmax import merge_parts
@@ -502,6 +502,14 @@ def test_the_sizes_of_blocks_change_nothing(block, query_block):
     o, lse = blocked(inputs, block=block, query_block=query_block)
     assert_close(o, inputs.o, atol=F32_ATOL)
     assert_lse(lse, inputs.lse)
+
+
+@pytest.mark.parametrize(
+    "heads, row, positions",
+    [(3, 128, 256), (8, 128, 256), (9, 128, 64), (1, 640, 256), (2, 640, 32)],
+)
+def test_a_cpu_reads_a_head_from_its_cache_and_few_numbers_in_large_blocks(heads, row, positions):
+    assert block_size(heads, row) == positions
 
 
 READS = {  # by T: lengths, the first position or its options, the blocks of 32 read per 16 queries

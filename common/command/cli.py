@@ -353,6 +353,8 @@ def main(
 def run(
     module: ModuleType, args: argparse.Namespace, drafting: ModuleType | None, group: Group | None
 ) -> None:
+    """Checks the options, agrees with the other processes, opens the model without its weights,
+    encodes and checks the prompts, checks the memory, loads the weights, and then generates."""
     if args.draft == "mtp":
         if drafting is None:
             raise ValueError(

@@ -13,8 +13,8 @@ from common.quant import bits_of
 
 
 def read_bandwidth(megabytes: int = 256, repeats: int = 5) -> float:
-    """Measures how fast one device reads a matrix that fits no cache, in bytes per second: the best
-    of a few one-row products."""
+    """Measures how fast the default device reads a matrix that fits no cache, in bytes per second:
+    the best of a few one-row products. The matrix takes `megabytes` MiB of its memory."""
     rows = megabytes * 2**20 // (4 * 4096)
     w, x = jnp.ones((rows, 4096)), jnp.ones(4096)
     product = jax.jit(lambda w, x: w @ x)

@@ -64,8 +64,16 @@ def prefill_scored(
     mesh: Mesh,
     implementation: str = AUTO,
 ) -> tuple[Any, Scores]:
-    """`prefill` of a model file. Also scores the token that comes after each of the T tokens; after
-    the last one of a prompt that is after_B, or the sampled token if after_B is negative."""
+    """`prefill` of a model file, which also scores the token that follows each of the T tokens.
+
+    Args:
+      tokens_BT, count_B: int32, as in `prefill`.
+      after_B: int32, the prompt's token after the last of these; if negative, there is none, and
+        the sampled token follows.
+      likeliest: of how many of the likeliest tokens the scores are returned too.
+
+    Returns the state and `Scores`, with X = likeliest. `state` is donated.
+    """
 
     def run(weights: Any, state: Any, tokens_BT: Any, count_B: Any, after_B: Any) -> Any:
         is_on_B, length_B = count_B > 0, state.length_B + count_B
