@@ -25,7 +25,7 @@ Array = jax.Array
 FEW_QUERIES = 8  # up to this many a slot, reading the cache is the bound
 L1 = 8192  # float32 numbers in a CPU core's L1 cache, which holds a block of one head's rows
 LEAST, MOST = 32, 256  # positions of a block on CPU
-NARROW = 1024  # numbers
+NARROW = 1024  # numbers at one position, up to which reading takes less than a step of the loop
 
 
 def ragged_decode_attention(
