@@ -1,5 +1,5 @@
 """The server: what the protocol's own clients get from it, what it refuses, and what happens when
-things go wrong. Each test starts real processes."""
+things go wrong. Most tests start real processes."""
 
 import asyncio
 import contextlib

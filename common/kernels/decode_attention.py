@@ -119,10 +119,17 @@ def ragged_decode_attention(
 
 
 def block_size(heads: int, row: int) -> int:
-    """How many positions a CPU reads at once, if the key/value heads of all slots have a row of
-    `row` numbers at each: so many that the rows of one head fit into a core's L1 cache. If all
-    heads together have few numbers, a step of the loop takes longer than what it reads, so blocks
-    are as large as they may be (measured on two cores of an AMD EPYC)."""
+    """How many positions of a cache a CPU reads in one step of its loop.
+
+    Args:
+      heads: the key/value heads of all slots together.
+      row: the numbers that a head has at one position.
+
+    The rows of one head should fit into a core's L1 cache. Rows of latents are so wide that this
+    alone would make many steps, so there is a least size. If all heads together have few numbers at
+    a position, a step takes longer than what it reads, so the block is as large as it may be. That
+    was measured on two cores of an AMD EPYC.
+    """
     if heads * row <= NARROW:
         return MOST
     return min(MOST, max(LEAST, 1 << (L1 // row).bit_length() - 1))
