@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.serving import serve as serving
 from common.serving import session as sessions
 from common.serving.load import load
 from common.serving.score import logits
@@ -46,22 +47,26 @@ def answers(session, requests):
     return tokens, finish
 
 
-def greedy_by_full_forward(model_, prompt, count):
+def greedy_by_full_forward(model_, prompts, count):
     """Generates in the slowest way: for every token, `logits` reads the whole text again."""
-    tokens, size, config = list(prompt), 64, model_.config
+    size, config = 64, model_.config
     static = dict(config=config, mesh=model_.mesh, implementation="reference")
     run = jax.jit(lambda w, c, t: logits(model, w, c, t, jnp.array([size]), **static)[0])
-    cache = model.init_state(config, 1, size, jnp.float32).cache
-    for _ in range(count):
-        padded = np.array([tokens + [0] * (size - len(tokens))], np.int32)
-        tokens.append(int(run(model_.weights, cache, padded)[0, len(tokens) - 1].argmax()))
-    return tokens[len(prompt) :]
+    cache, texts = model.init_state(config, 1, size, jnp.float32).cache, []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(count):
+            padded = np.array([tokens + [0] * (size - len(tokens))], np.int32)
+            logits_V = run(model_.weights, cache, padded)[0, len(tokens) - 1]
+            tokens.append(int(logits_V.argmax()))
+        texts.append(tokens[len(prompt) :])
+    return texts
 
 
 def test_more_prompts_than_slots_each_get_the_tokens_of_a_full_forward(session):
     requests = [Request(p, 6) for p in PROMPTS]
     tokens, finish = answers(session, requests)
-    assert tokens == [greedy_by_full_forward(session.model, p, 6) for p in PROMPTS]
+    assert tokens == greedy_by_full_forward(session.model, PROMPTS, 6)
     assert finish == ["length"] * len(PROMPTS)
 
 
@@ -219,6 +224,20 @@ def test_statistics_count_every_token_and_every_compilation_once(session):
     assert compiled > 0 and fresh.stats.prefill_s > 0 and fresh.stats.decode_s > 0
     answers(fresh, [Request(p, 6) for p in PROMPTS])
     assert fresh.stats.compile_s == compiled, "a program was compiled twice"
+
+
+def test_nothing_is_compiled_between_a_prompt_and_its_first_token(session, monkeypatch):
+    """Otherwise compiling would hide on a CPU how long the prompt takes."""
+    sessions.replicate.clear_cache()
+    fresh, counts = start_session(session.model, session.slots, session.capacity), []
+
+    def read_chunk(*args):
+        sessions.read_chunk(*args)
+        counts.append(sessions.compilations)
+
+    monkeypatch.setattr(serving, "read_chunk", read_chunk)
+    next(serve(fresh, [Request(PROMPTS[0], 2)]))
+    assert counts == [sessions.compilations]
 
 
 def test_prompts_that_several_cpus_read_while_they_compile_are_not_timed():

@@ -260,6 +260,7 @@ def start_session(
         return [init_state(model.module, model.config, **shape) for model in models]
 
     prompts = states(rows)
+    publish((prompts[0].token_B, None))  # compiled here, not while a CPU already reads a prompt
     slot = sum(x.nbytes for x in jax.tree.leaves([state.cache for state in prompts])) // rows
     text = partial(jnp.zeros, (slots, capacity + 1), jnp.int32, device=NamedSharding(mesh, P(DATA)))
     return Session(
