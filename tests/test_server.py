@@ -761,7 +761,7 @@ def test_a_place_where_it_cannot_listen_is_named_before_anything_is_read(refused
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         assert f"--serve {place}: Address already in use" in refused_start("--serve", place)
-    for place in ("here", "8000", ":8000", ""):
+    for place in ("here", "8000", ":8000", "", "[]:8000", "[::1:8000", "::1]:8000"):
         assert "give HOST:PORT" in refused_start("--serve", place)
     assert "--chat does not go with --serve" in refused_start("--serve", "--chat")
     assert "--grace must be at least 0, got nan" in refused_start("--serve", "--grace", "nan")

@@ -356,13 +356,14 @@ async def refuse(call: Call, error: Exception) -> Response:
 
 
 def listen(place: str) -> socket.socket:
-    """Listens on HOST:PORT. ValueError if that cannot be."""
-    host, _, port = place.rpartition(":")
-    if not host or not port.isdecimal():  # without a host it would be open to all machines
+    """Listens on HOST:PORT, or on [HOST]:PORT for IPv6. ValueError if that cannot be."""
+    found = re.fullmatch(r"(\[)?([^][]+)(?(1)\]):([0-9]+)", place)
+    if found is None:  # without a host it would be open to all machines
         raise ValueError(f"--serve {place}: give HOST:PORT, such as 127.0.0.1:8000")
+    host, port = found[2], int(found[3])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=1024)
+        return socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
         raise ValueError(f"--serve {place}: {getattr(error, 'strerror', error)}") from None
 
