@@ -105,23 +105,12 @@ def rows_together(tree: Any) -> Any:
     return jax.tree.map(place, tree)
 
 
-def load_weights(
-    directory: str | Path,
-    model: Any,
-    config: Any,
-    mesh: Mesh,
-    dtype: DTypeLike,
-    *,
-    storage: Storage | None = None,
-    progress: Progress | None = None,
-    allow_nonfinite: bool = False,
-) -> Any:
-    """Loads the weights in `directory` onto `mesh`, laid out as the model file declares them. The
-    matrices get `storage`; other weights get `dtype`, unless they declare a dtype of their own.
-
-    ValueError names unknown, missing and unfitting tensors, one a line, up to a number of lines; or
-    the first tensor that holds NaN or infinity, unless `allow_nonfinite`.
-    """
+def place_arrays(
+    directory: str | Path, model: Any, config: Any, mesh: Mesh, allow_nonfinite: bool
+) -> tuple[Any, dict[str, Placement]]:
+    """Finds the tensors of all weights. Returns the layout, and by their paths the arrays in which
+    the checkpoint stores it. ValueError names unknown, missing and unfitting tensors, one a line,
+    up to a number of lines."""
     shards, packing = model_shards(mesh), getattr(config, "packing", None)
     layout, table = declare(model, config, shards)
     tensors = unpacked(open_tensors(directory), table, packing)
@@ -138,6 +127,27 @@ def load_weights(
         )
         for path, array in by_path(stored_layout(layout)).items()
     }
+    return layout, placements
+
+
+def load_weights(
+    directory: str | Path,
+    model: Any,
+    config: Any,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    *,
+    storage: Storage | None = None,
+    progress: Progress | None = None,
+    allow_nonfinite: bool = False,
+) -> Any:
+    """Loads the weights in `directory` onto `mesh`, laid out as the model file declares them. The
+    matrices get `storage`; other weights get `dtype`, unless they declare a dtype of their own.
+
+    ValueError names tensors that do not fit, as in `place_arrays`; or the first one that holds NaN
+    or infinity, unless `allow_nonfinite`.
+    """
+    layout, placements = place_arrays(directory, model, config, mesh, allow_nonfinite)
     on_cpu = mesh.devices.flat[0].platform == "cpu"  # where int4 would take a byte anyway
     total = sum(stored_bytes(x, part) for x in placements.values() for part in local_parts(x))
     done = 0
@@ -152,7 +162,7 @@ def load_weights(
         chosen = storage_for(weight, storage)
 
         def array(path: str, declared: Weight) -> jax.Array:
-            own, stored = np.dtype(declared.dtype or dtype), sources[path].dtype
+            own, stored = np.dtype(declared.dtype or dtype), placements[path].source.dtype
             if chosen is not None:
                 own = stored  # quantised from the stored numbers, not from those in `dtype`
             elif path.endswith(".scale") and stored in FLOATS.values():
@@ -174,7 +184,7 @@ def load_weights(
         return jax.block_until_ready(rows_together(loaded))
 
     def place(path: str) -> tuple[Path, int]:
-        first = sources[path if path in sources else f"{path}.values"].tensors[0]
+        first = placements[path if path in placements else f"{path}.values"].source.tensors[0]
         return first.file, first.offset
 
     declared = by_path(layout)
