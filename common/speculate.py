@@ -20,6 +20,7 @@ from common.weights import specs_like
 
 Array = jax.Array
 NO_TOKEN = -2  # stands after the tokens that a step produced, where drafts were wrong
+NO_DRAFT = -3  # stands there, and in the drafts, if nothing was drafted
 
 
 def verify(
@@ -56,7 +57,7 @@ def counting(new_BT: Array, count_B: Array) -> Array:
 def lookup(text_BS: Array, length_B: Array, K: int) -> Array:
     """Prompt lookup decoding: drafts K tokens, int32 [B, K]. Finds the last earlier place in the
     slot's text that has the same three newest tokens, or else the same two. Drafts what followed
-    it, repeated if that is shorter than K. NO_TOKEN if there is no such place.
+    it, repeated if that is shorter than K. NO_DRAFT if there is no such place.
 
     Args:
       text_BS: int32, the tokens of each slot, of which the newest is at length_B.
@@ -75,7 +76,7 @@ def lookup(text_BS: Array, length_B: Array, K: int) -> Array:
     period_B = length_B - at_B
     next_BK = at_B[:, None] + 1 + jnp.arange(K) % jnp.maximum(period_B, 1)[:, None]
     draft_BK = jnp.take_along_axis(text_BS, jnp.minimum(next_BK, len(at_S) - 1), axis=1)
-    return jnp.where(best_BS.max(1)[:, None] > 0, draft_BK, NO_TOKEN)
+    return jnp.where(best_BS.max(1)[:, None] > 0, draft_BK, NO_DRAFT)
 
 
 @partial(
@@ -97,10 +98,10 @@ def generate(
 ) -> tuple[Any, Array, Scores | None]:
     """`model.generate` with K drafted tokens for each slot, int32 [B, K]; K may be 0.
 
-    Returns the state; the new tokens, int32 [B, K + 1], filled up with NO_TOKEN; and their scores
-    with those of the `likeliest` tokens: zeros if the bool scalar `wanted` is false, None if it is
-    None. `state` is donated. Tokens past the capacity are not cached, so the tokens after them are
-    wrong: the caller must not take tokens beyond the capacity.
+    Returns the state; the new tokens, int32 [B, K + 1], filled up with NO_TOKEN or NO_DRAFT; and
+    their scores with those of the `likeliest` tokens: zeros if the bool scalar `wanted` is false,
+    None if it is None. `state` is donated. Tokens past the capacity are not cached, so the tokens
+    after them are wrong: the caller must not take tokens beyond the capacity.
     """
 
     def run(
@@ -125,7 +126,8 @@ def generate(
         scored = None
         if wanted is not None:
             scored = scores(logits_BTV, new_BT, wanted, likeliest, config.vocab_size, MODEL)
-        return state, counting(new_BT, count_B), scored
+        new_BT = counting(new_BT, count_B)
+        return state, jnp.where(tokens_BT == NO_DRAFT, NO_DRAFT, new_BT), scored
 
     specs = specs_like(weights, model.weight_layout(config))
     return jax.shard_map(

@@ -23,7 +23,7 @@ from common.serving.prefixes import Place, Prefixes, forget, hold, is_covered, l
 from common.serving.score import log_probabilities
 from common.serving.serve import cancel, is_busy, serve, step, submit
 from common.serving.session import Request, start_session
-from common.speculate import NO_TOKEN, lookup
+from common.speculate import NO_DRAFT, lookup
 
 CHUNK, CAPACITY = 16, 64
 SAMPLED = dict(temperature=0.9, top_k=50, top_p=0.95)
@@ -172,6 +172,7 @@ def test_each_request_has_the_text_that_it_has_alone(family, actions, keep, keep
     run.end()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
 def test_a_ring_changes_no_text(family, monkeypatch):
     """Texts that are longer than the ring, beside those of layers that keep all positions."""
@@ -276,6 +277,22 @@ def test_drafts_change_no_text(family, source):
         assert stats.drafts_right > 0.6 * stats.drafts  # a text ends in the middle of its drafts
 
 
+@pytest.mark.parametrize("prompt", [range(40, 60), [9] * 12], ids=["new", "repeated"])
+def test_only_tokens_that_lookup_found_are_counted_as_drafts(prompt):
+    K, drafts, right = 3, 0, 0
+    session = open_session("llama3", draft="lookup", draft_tokens=K)
+    request = pool("llama3")[0]._replace(prompt=prompt, max_new_tokens=16)
+    text = [*prompt, *(event.token for event in serve(session, [request]))]
+    at = len(prompt) + 1  # after the first token, which prefill gives
+    while at < len(text):
+        found = looked_up(text[:at], K)
+        held = [a == b for a, b in zip(found, text[at:], strict=False)]
+        now = [*held, False].index(False)
+        drafts, right, at = drafts + K * (found[0] != NO_DRAFT), right + now, at + now + 1
+    assert (session.stats.drafts, session.stats.drafts_right) == (drafts, right)
+    assert bool(drafts) == (prompt != range(40, 60))
+
+
 def looked_up(text, K):
     """`lookup` for one text, token by token."""
     for n in (3, 2):
@@ -285,7 +302,7 @@ def looked_up(text, K):
                 for k in range(K):
                     more.append(more[at + 1 + k])
                 return more[len(text) :]
-    return [NO_TOKEN] * K
+    return [NO_DRAFT] * K
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=14), min_size=1, max_size=4))

@@ -41,7 +41,7 @@ from common.serving.session import (
     timed,
 )
 from common.sharding import DATA, round_up
-from common.speculate import NO_TOKEN
+from common.speculate import NO_DRAFT, NO_TOKEN
 from common.text.harmony import say, start_speech
 from common.text.tokenizer import encode, stream_flush
 
@@ -213,9 +213,9 @@ def add(session: Session, work: Work, new: Any, row: int) -> list[Event]:
     """Adds the tokens of a row to a request, up to its end."""
     (new_BT, scores), events, request = new, list[Event](), work.request
     drafted_T = new_BT.reshape(len(new_BT), -1)[row]
-    tokens, stats = drafted_T[drafted_T != NO_TOKEN].tolist(), session.stats
+    tokens, stats = drafted_T[~np.isin(drafted_T, (NO_TOKEN, NO_DRAFT))].tolist(), session.stats
     if work.made:
-        count(session, work, drafts=len(drafted_T) - 1)
+        count(session, work, drafts=int((drafted_T[1:] != NO_DRAFT).sum()))
     for t, token in enumerate(tokens):
         is_first = not work.made
         count(session, work, right=min(t, 1))  # unless t is 0, it follows a draft that was right
