@@ -5,6 +5,7 @@ import collections
 import gc
 import os
 import tempfile
+import zlib
 
 os.environ.update(
     JAX_PLATFORMS="cpu",
@@ -52,16 +53,20 @@ def pytest_configure(config):
 ALONE = ("test_slices", "test_readme")  # files whose tests share no compiled programs
 
 
-def takes_minutes(items):
-    """Yields the tests that run without --all."""
-    count = collections.Counter()
+def fast(items):
+    """Returns the tests that run without --all. Of a test's cases, one in n runs. The first of them
+    depends on the name, so tests with the same parameters run different ones: each family gets
+    its share."""
+    tests = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("full"):
-            continue
-        name, one_in = item.nodeid.split("[")[0], item.get_closest_marker("one_in")
-        count[name] += 1
-        if one_in is None or count[name] % one_in.args[0] == 1:
-            yield item
+        if not item.get_closest_marker("full"):
+            tests[item.nodeid.split("[")[0]].append(item)
+    kept = set()
+    for name, cases in tests.items():
+        one_in = cases[0].get_closest_marker("one_in")
+        n = one_in.args[0] if one_in else 1
+        kept.update(cases[zlib.crc32(name.encode()) % min(n, len(cases)) :: n])
+    return kept
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups afterwards
@@ -69,9 +74,9 @@ def pytest_collection_modifyitems(config, items):
     """Drops the tests that run only with --all. Keeps tests that share compiled programs on one
     worker: those of one file or, if the file has the parameter `family`, those of one family."""
     if not config.getoption("--all"):
-        kept = list(takes_minutes(items))
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-        items[:] = kept
+        kept = fast(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     for item in items:
         family = getattr(item, "callspec", None) and item.callspec.params.get("family")
         name = item.path.stem

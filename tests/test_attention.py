@@ -216,7 +216,7 @@ DECODE_CASES = [  # every value of each field, and the pairs of fields that shar
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("implementation", BOTH, ids=str)
 @pytest.mark.parametrize("case", DECODE_CASES, ids=str)
 def test_decode_attention_computes_the_formula_whatever_lies_past_the_lengths(case, implementation):
@@ -295,7 +295,7 @@ def unsplit(case):
     return decode(make(case, SPLIT_LENGTHS), "reference")
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(17)
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
@@ -313,6 +313,7 @@ def test_parts_of_a_cache_with_lengths_below_0_and_above_them_merge_to_the_whole
     assert_close(o, unsplit(case)[0], rtol=1e-6)  # measured: 6e-7; the reference: 4e-7
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
 @pytest.mark.parametrize("attend", [decode, prefill])
 def test_any_int32_is_a_length(attend, implementation):
@@ -380,7 +381,7 @@ AROUND = [
 ]
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("implementation", BOTH_AND_TPU)
 @pytest.mark.parametrize("cache", [jnp.float32, INT8], ids=["f32", "int8"])
 @pytest.mark.parametrize("allowed, T, packed", AROUND)
@@ -436,7 +437,7 @@ PREFILL_RUNS = [  # on CPU "auto" has a path of its own for queries of bf16 alon
 ]
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("case, implementation", PREFILL_RUNS, ids=str)
 def test_prefill_attention_computes_the_formula_whatever_lies_past_the_lengths(
     case, implementation
@@ -450,7 +451,7 @@ def test_prefill_attention_computes_the_formula_whatever_lies_past_the_lengths(
     assert_close(o, inputs.o, **bound(case), what=f"{case} {implementation}")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("T, ends", [(33, (1040, 1056, 513, 0)), (700, (1100, 1536, 1600, 40))])
 @pytest.mark.parametrize("dtype", [jnp.float32, INT8], ids=["f32", "int8"])
 def test_blocks_of_queries_in_two_chunks_see_each_its_own(dtype, T, ends, monkeypatch):
@@ -561,6 +562,7 @@ def test_the_blocked_implementation_reads_the_filled_and_visible_blocks_alone(T,
         assert seen == [at for at in starts for _ in ("keys", "values")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("implementation", ["blocked", "auto"], ids=str)
 @pytest.mark.parametrize("call", [decode, prefill])
@@ -811,7 +813,7 @@ def test_a_cache_that_wraps_holds_whole_chunks():
     )
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
 @pytest.mark.parametrize("attend", [ragged_decode_attention, prefill_attention])
 @pytest.mark.parametrize("dtype", ["uint8", "uint32", "int16"])

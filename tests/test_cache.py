@@ -97,6 +97,7 @@ def new_tokens(rng, T, H):
     ]
 
 
+@pytest.mark.one_in(5)
 @APPENDS
 @WIDTHS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -203,7 +204,7 @@ def small_rings(monkeypatch):
     monkeypatch.setattr(prefill_attention_tpu, "BLOCK", 128)
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(17)
 @pytest.mark.parametrize("implementation", ["blocked", "tpu", "reference"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["f32", "int8"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -376,7 +377,7 @@ def expanded(layer, q_BTNH, end_B, implementation, axes):
     return np.asarray(jax.jit(run)(layer, q_BTNH, end_B, w_NCH))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("implementation", ["blocked", "tpu"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8, jnp.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("longest", [-3, 5], ids="{:+}".format)

@@ -103,14 +103,14 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_computes_the_formula_whatever_lies_past_the_lengths(case):
     inputs = make(case, LENGTHS)
     check(case, inputs, *attend(inputs, sizes=RingSizes(128, 3)))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_reads_no_memory_that_nothing_was_copied_to_and_waits_for_every_copy(case, capfd):
     inputs = make(case, LENGTHS)
@@ -159,6 +159,7 @@ def test_from_one_to_eight_queries_see_what_stands_before_them(T):
     check(case, inputs, *attend(inputs, sizes=RingSizes(128, 2)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -327,7 +328,7 @@ def assert_nothing_as_large(program, arrays):
     assert program.memory_analysis().temp_size_in_bytes < smallest
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("topology, H, dtype", COMPILED)
 def test_on_tpu_the_kernel_is_chosen_and_copies_neither_cache_nor_scales(topology, H, dtype):
     assert_no_copies(*compiled(topology, H, dtype))
@@ -413,7 +414,7 @@ def test_prefill_attention_copies_neither_cache_nor_scales(topology, H, dtype):
     assert_nothing_as_large(*compiled_prefill(topology, H, dtype, T=16, S=S))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     "allowed, packed",
     [
@@ -433,7 +434,7 @@ def test_prefill_attention_compiles_for_any_window_and_chunk(allowed, packed):
     assert_nothing_as_large(*compiled_prefill(topology, H, BF16, T, S, packed, **allowed))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("G", [1, 3, 5, 7, 9, 12, 40])
 def test_prefill_attention_compiles_for_any_number_of_heads_that_share_a_key(G):
     array = functools.partial(jax.ShapeDtypeStruct, sharding=one_device("v5e:2x2"))
@@ -443,7 +444,7 @@ def test_prefill_attention_compiles_for_any_number_of_heads_that_share_a_key(G):
     jax.jit(functools.partial(prefill_attention_tpu, scale=0.1)).lower(*arrays).compile()
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("dtype", [BF16, INT8, FP8], ids=str)
 def test_prefill_attention_makes_keys_and_values_of_latents(topology, dtype):
@@ -461,6 +462,7 @@ def test_prefill_attention_makes_keys_and_values_of_latents(topology, dtype):
     assert program.memory_analysis().temp_size_in_bytes < 4 << 20
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cache", [F32, INT8], ids=["f32", "int8"])
 def test_prefill_attention_reads_no_memory_that_nothing_was_copied_to(cache, capfd):
     case = Case(40, 2, 3, 33, S=300, cache=cache, sinks=True)

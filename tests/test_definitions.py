@@ -42,7 +42,7 @@ def latent(family):
     return hasattr(model_of(family), "absorbed")
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("T", QUERIES)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if not latent(f)])
 def test_attention_is_what_its_docstring_says(family, T):
@@ -69,7 +69,7 @@ def test_attention_is_what_its_docstring_says(family, T):
             assert_close(got[b].reshape(T, K, G, H)[seen], want[seen], atol=2e-6, what=f"slot {b}")
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("T", QUERIES)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if latent(f)])
@@ -125,7 +125,7 @@ def with_experts(family):
     raise AssertionError(f"no variant of {family} has experts in plain matrices")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if hasattr(model_of(f), "moe")])
 def test_a_mixture_of_experts_is_what_its_docstring_says(family):
     engine = with_experts(family)
@@ -161,6 +161,7 @@ def test_a_mixture_of_experts_is_what_its_docstring_says(family):
 FIRST = ("llama3", "deepseek_r1")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=() if f in FIRST else pytest.mark.full) for f in FAMILIES]
 )

@@ -169,14 +169,14 @@ def test_logits_of_a_ragged_batch_equal_those_of_transformers(family, variant, a
     assert_golden(prompt_logits(engine), engine, atol=FAMILIES[family].atol)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @on([*some_of(on_one_device(), 2), *of_first(on_the_widest_mesh())])
 def test_logits_token_by_token_equal_them_while_slots_come_and_go(family, variant, axes):
     engine = load(family, variant, axes)
     assert_golden(stepwise_logits(engine), engine, atol=FAMILIES[family].atol)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @on([*some_of(on_the_widest_mesh(), 1), *of_first(on_one_device())])
 def test_greedy_continuations_equal_those_of_transformers(family, variant, axes):
     """They go through prefill in chunks, insert and generate. The prompts arrive one after the
@@ -184,7 +184,7 @@ def test_greedy_continuations_equal_those_of_transformers(family, variant, axes)
     assert_greedy(load(family, variant, axes))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @FIRST
 def test_logits_of_a_prompt_alone_equal_those_of_transformers(family, variant):
     engine, prompt = load(family, variant), goldens(family, variant)[2]
@@ -204,7 +204,7 @@ PRECISIONS = {  # by the name of the bound: dtype, storage of the weights, cache
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     "precision",
     [pytest.param(p, marks=() if p == "int8_both" else full) for p in PRECISIONS],
@@ -226,7 +226,7 @@ def test_low_precision_stays_near_float32(family, second, steps, precision):
     assert_close(np.concatenate(got), np.concatenate(want), rms=bound, what=variant)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @SECOND
 @pytest.mark.parametrize("axes", ["", pytest.param("tensor=2", marks=full)])
 def test_transposed_weights_give_the_same_logits(family, variant, axes):
@@ -235,7 +235,7 @@ def test_transposed_weights_give_the_same_logits(family, variant, axes):
     assert_golden(stepwise_logits(engine), engine, atol=FAMILIES[family].atol)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @SECOND
 @pytest.mark.parametrize(
     "on_cpu, axes", [(True, ""), pytest.param(False, "tensor=2", marks=full)], ids=["int8", "int4"]
@@ -267,7 +267,7 @@ def test_weights_in_4_bits_compute_with_the_numbers_that_they_stand_for(
 # ---- implementations of the same computation
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "steps",
     [prompt_logits, pytest.param(stepwise_logits, marks=full)],
@@ -281,7 +281,7 @@ def test_the_reference_gives_the_golden_logits(family, variant, steps):
     assert_golden(got, engine, atol=FAMILIES[family].atol)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @SECOND
 def test_the_tpu_kernels_give_the_golden_logits(family, variant):
     """They are interpreted, token by token. The cache has 128 positions, the fewest that the
@@ -293,7 +293,7 @@ def test_the_tpu_kernels_give_the_golden_logits(family, variant):
 # ---- memory
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     "dtype", [jnp.int8, pytest.param(jnp.float32, marks=full)], ids=["int8", "f32"]
 )
@@ -328,7 +328,7 @@ def test_a_full_slot_and_an_empty_one_stay_as_they_are(family, variant):
         np.testing.assert_array_equal(new[:2], old[:2])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @SECOND
 def test_a_step_computes_the_angles_of_its_positions_once(family, variant):
     """Otherwise XLA on CPU would fuse them into the rotations, and compute them in every layer.
@@ -403,6 +403,7 @@ def test_more_devices_than_heads_are_refused_with_both_numbers(family, variant):
         model.weight_layout(config, Shards(tensor=heads + 1))
 
 
+@pytest.mark.one_in(3)
 @FIRST
 def test_padding_of_the_vocabulary_is_never_sampled(family, variant):
     assert_padding_never_sampled(load(family, variant, "tensor=4"))

@@ -172,7 +172,7 @@ CASES = [  # every value of each field
 ]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(11)
 @INTERPRETED
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_computes_the_formula_whatever_lies_past_the_lengths(case, capfd):
@@ -233,6 +233,7 @@ def test_blocks_before_the_window_are_not_read(capfd):
     assert_lse(lse, want_lse)
 
 
+@pytest.mark.one_in(2)
 @INTERPRETED
 @pytest.mark.parametrize(
     "cache, allowed, T, packed",
@@ -429,6 +430,7 @@ def shapes_of_groups(M, n_in, n_out, E, form, shape=jax.ShapeDtypeStruct):
 HOPPER = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
 
 
+@pytest.mark.one_in(3)
 @IMPORTED
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("case", FEW, ids=str)

@@ -32,6 +32,7 @@ def border(chunk, around):
     return [around * chunk + i for i in (-2, -1, 0, 1, 2)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "variant, first",
     [

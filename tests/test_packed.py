@@ -69,6 +69,7 @@ def cases() -> Any:
             yield pytest.param(family, variant, axes, marks=marks)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family, variant, axes", list(cases()))
 def test_logits_equal_those_of_transformers_with_the_numbers_that_a_file_means(
     family, variant, axes
@@ -171,6 +172,7 @@ def grouped(rng, lead, n_in, n_out, groups):
     return Grouped(*map(jnp.asarray, (values, scale, zero)))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
 @pytest.mark.parametrize("sizes", [[4, 0, 5], [9]])
 def test_ragged_dot_subtracts_zero_points(implementation, sizes):

@@ -87,7 +87,7 @@ def read(run, engine, cache, token_T, start):
     return run(model, weights, cache, *given, config=config, mesh=mesh)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "points",
     [

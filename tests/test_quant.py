@@ -109,6 +109,7 @@ def best_errors(w, group):
 GROUPS = [((6, 96), 64, 48), ((7, 128), 64, 64), ((5, 14), 4, 2)]  # shape, asked for, used
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kept", [jnp.int4, jnp.int8])
 @pytest.mark.parametrize("shape, group, used", GROUPS)
 def test_equal_groups_in_4_bits_have_the_best_of_several_scales(shape, group, used, kept):
@@ -134,6 +135,7 @@ def test_a_stack_is_quantised_as_its_matrices_are_alone():
         np.testing.assert_array_equal(stacked.scale[at], alone.scale)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rows", [1, 3, products.FEW_ROWS, products.FEW_ROWS + 1])
 @pytest.mark.parametrize("dtype, rtol", [("float32", 1e-6), ("bfloat16", 2**-7)])
 def test_a_product_with_groups_is_that_of_their_numbers(rows, dtype, rtol):
@@ -318,6 +320,7 @@ def test_a_cpu_says_whether_it_multiplies_bfloat16(info, native, monkeypatch):
     assert products.multiplies_bfloat16.__wrapped__() == native
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("lead", [*LEADS, (INT8_ROWS - 1,)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_int8_product_rounds_activations_to_fifteen_bits_on_a_cpu(lead, dtype):
@@ -380,6 +383,7 @@ def test_a_product_comes_in_the_dtype_asked_for_or_that_of_its_rows(dtype, out_d
         assert y.dtype == (out_dtype or dtype) and y.shape == (2, 3, OUT)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("form", ["dense", "int8", "transposed", "groups"])
 @pytest.mark.parametrize("ids", [4, [0, 10, 4, 4], [[3, -1], [OUT, 2], [INT32.min, INT32.max]]])
 @pytest.mark.parametrize("dtype, rtol", [("float32", 1e-6), ("bfloat16", 2**-8)])
@@ -441,6 +445,7 @@ def head_matrices(storage):
     return stored, w.reshape(HEADS, PER_OUT, PER_IN)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("transpose", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("storage", ["plain", "int8", "fp8"])
 @pytest.mark.parametrize("rows", [(1, 1), (2, 3)], ids=str)

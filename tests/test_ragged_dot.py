@@ -188,7 +188,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_row_meets_the_matrix_of_its_expert_and_the_rest_are_zeros(case, implementation):
@@ -199,6 +199,7 @@ def test_each_row_meets_the_matrix_of_its_expert_and_the_rest_are_zeros(case, im
     assert_close(y, want, rtol=bound(case), what=f"{case} {implementation}")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_the_result_has_the_dtype_that_is_asked_for(implementation):
     case = Case(64, 8, 136, 200, form=Rowwise, dtype=BF16, bias=True)
@@ -214,6 +215,7 @@ def test_the_result_has_the_dtype_that_is_asked_for(implementation):
 E4M3 = np.arange(256).astype(np.uint8).view(jnp.float8_e4m3fn)[[*range(127), *range(128, 255)]]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("form", [Fp8, Mxfp4])
 def test_every_number_of_a_small_float_is_itself(form, implementation):
@@ -252,7 +254,7 @@ def fresh_interpreter():
     pltpu.reset_tpu_interpret_mode_state()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", STRICT_CASES, ids=str)
 def test_the_kernel_reads_nothing_unset_or_out_of_bounds_and_does_not_race(
     case, fresh_interpreter, capfd
@@ -413,6 +415,7 @@ def test_as_long_as_two_thirds_of_the_experts_have_rows_they_go_in_rounds(
     np.testing.assert_allclose(y, oracle(*inputs), rtol=F32_RTOL, atol=F32_RTOL)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("M", [8, 64, 512])
 def test_a_row_gives_the_same_numbers_in_a_round_and_out_of_it(M, dtype):
@@ -563,7 +566,7 @@ def weights_written(compiled, w, shards=1):
     return found
 
 
-@pytest.mark.one_in(14)
+@pytest.mark.one_in(23)
 @pytest.mark.parametrize("M", [8, 512])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("chip", CHIPS)
@@ -660,6 +663,7 @@ def test_rows_of_4_bit_weights_that_are_no_whole_groups_are_refused():
     assert "72" in refusal(shape((8, 72), F32), w, SIZES_4)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu", "auto"])
 @pytest.mark.parametrize("form", [F32, Rowwise])
 def test_arrays_of_numpy_are_taken_as_those_of_jax(implementation, form):
@@ -686,6 +690,7 @@ def test_rows_and_group_sizes_of_another_kind_are_refused():
     assert "must be [M, I] and [E]" in refusal(x, w, sizes[None])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
 @pytest.mark.parametrize("dtype", ["uint8", "uint32", "int16"])
 def test_group_sizes_of_any_integers_are_those_of_int32(dtype, implementation):
