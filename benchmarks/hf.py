@@ -16,16 +16,12 @@ from benchmarks.worker import (
 )
 
 
-def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
-    """Loads a model into transformers in eager mode, as its documentation shows."""
+def load(spec: dict[str, Any]) -> tuple[Any, float]:
+    """Loads a model into transformers, on a GPU if there is one. Returns it, and how many seconds
+    that took."""
     import torch
-    from torch import nn
-    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
-    from transformers.pytorch_utils import Conv1D
-    from transformers.utils import logging
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    logging.disable_progress_bar()
-    torch.set_num_threads(cores())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, began = getattr(torch, spec["dtype"]), time.perf_counter()
     if spec["random"]:
@@ -34,15 +30,53 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     else:
         model = AutoModelForCausalLM.from_pretrained(spec["ckpt"], dtype=dtype).eval().to(device)
-    load_s = time.perf_counter() - began
-    c = model.config
+    return model, time.perf_counter() - began
+
+
+def experts_of(model: Any) -> list[Any]:
+    """The stacks of experts' matrices."""
+    return [p for p in model.parameters() if p.ndim == 3]
+
+
+def floor_of(model: Any, batch: int, positions: float) -> float:
+    """The bytes that a step has to read, if each slot holds so many positions."""
+    c, chosen = model.config, getattr(model.config, "num_experts_per_tok", 0)
     embedding = model.get_input_embeddings().weight
     tied = embedding is model.get_output_embeddings().weight
     weights = sum(p.nbytes for p in model.parameters()) - (0 if tied else embedding.nbytes)
-    stacks = [p for p in model.parameters() if p.ndim == 3]  # experts' matrices
+    unread = sum(p.nbytes * (1 - chosen / len(p)) ** batch for p in experts_of(model))
     head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     kv_heads = getattr(c, "num_key_value_heads", c.num_attention_heads)
-    position = 2 * c.num_hidden_layers * kv_heads * head * dtype.itemsize
+    position = 2 * c.num_hidden_layers * kv_heads * head * embedding.dtype.itemsize
+    return float(weights - unread + position * batch * positions)
+
+
+def products_of(model: Any, rows: int) -> list[tuple[int, Any]]:
+    """All matrices, as [in, out], and how many rows each is multiplied by in a step."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    head, chosen = model.get_output_embeddings(), getattr(model.config, "num_experts_per_tok", 0)
+    found = [(rows, m.weight.T) for m in model.modules() if isinstance(m, nn.Linear) and m != head]
+    found += [(rows, m.weight) for m in model.modules() if isinstance(m, Conv1D)]
+    found.append((1 if rows > MAX_SLOTS else rows, head.weight.T))
+    for stack in experts_of(model):
+        sizes = rows_of_experts(rows, len(stack), chosen or 1)
+        found += [(n, w.T) for n, w in zip(sizes, stack, strict=True) if n]
+    return found
+
+
+def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
+    """Loads a model into transformers in eager mode, as its documentation shows. Returns the tasks,
+    and facts about the model."""
+    import torch
+    from transformers import DynamicCache, StaticCache
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(cores())
+    model, load_s = load(spec)
+    c, device = model.config, model.device
     static: dict[tuple[int, int], Any] = {}
     eager = model.forward
     compiled = functools.cache(lambda: torch.compile(eager, mode="reduce-overhead"))
@@ -87,31 +121,21 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
             tokens.append(token.tolist()[0][0])
             began = began or time.perf_counter()  # after the first step
         seconds = time.perf_counter() - began
-        chosen = getattr(c, "num_experts_per_tok", 0)
-        unread = sum(p.nbytes * (1 - chosen / len(p)) ** batch for p in stacks)
-        floor = weights - unread + position * batch * (PROMPT + 1.5 + steps / 2)
+        floor = floor_of(model, batch, PROMPT + 1.5 + steps / 2)
         return {"seconds": seconds, "bytes": floor, "tokens": tokens}
 
     @torch.inference_mode()
     def products(rows: int, seed: int) -> dict[str, Any]:
-        head, chosen = model.get_output_embeddings(), getattr(c, "num_experts_per_tok", 0) or 1
-        matrices = [(rows, m.weight, False) for m in model.modules() if isinstance(m, nn.Linear)]
-        matrices += [(rows, m.weight, True) for m in model.modules() if isinstance(m, Conv1D)]
-        matrices = [(1 if w is head.weight and n > MAX_SLOTS else n, w, t) for n, w, t in matrices]
-        for stack in stacks:
-            sizes = rows_of_experts(rows, len(stack), chosen)
-            matrices += [(n, w, False) for n, w in zip(sizes, stack, strict=True) if n]
-        x = {
-            (n, width): torch.randn(n, width, dtype=dtype, device=device)
-            for n, width in {(n, w.shape[0 if t else 1]) for n, w, t in matrices}
-        }
+        matrices = products_of(model, rows)
+        shapes = {(n, len(w)) for n, w in matrices}
+        x = {shape: torch.randn(*shape, dtype=model.dtype, device=device) for shape in shapes}
 
         def multiply() -> None:
-            for n, w, transposed in matrices:
-                x[n, w.shape[0 if transposed else 1]] @ (w if transposed else w.T)
+            for n, w in matrices:
+                x[n, len(w)] @ w
 
         return median_seconds(multiply)
 
     tasks: dict[str, Task] = dict(prefill=prefill, decode=decode, memory=peak_memory)
     tasks |= dict(products=products)
-    return tasks, {"load_s": load_s, "platform": device, "context": c.max_position_embeddings}
+    return tasks, {"load_s": load_s, "platform": device.type, "context": c.max_position_embeddings}
