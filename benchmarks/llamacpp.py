@@ -133,6 +133,33 @@ def published(model: Any) -> Iterator[tuple[str, np.ndarray]]:
             yield name, x
 
 
+def run(context: Any, ids: Sequence[int], at: Sequence[int], slots: Sequence[int]) -> Sequence[int]:
+    """Appends tokens to slots. Returns the greedy token after the last one of each slot."""
+    import llama_cpp as lib
+
+    vocab = lib.llama_model_get_vocab(lib.llama_get_model(context))
+    vocab_size, last = lib.llama_vocab_n_tokens(vocab), {slot: i for i, slot in enumerate(slots)}
+    batch = lib.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for i, (token, position, slot) in enumerate(zip(ids, at, slots, strict=True)):
+        batch.token[i], batch.pos[i], batch.logits[i] = token, position, i == last[slot]
+        batch.n_seq_id[i], batch.seq_id[i][0] = 1, slot
+    if lib.llama_decode(context, batch):
+        raise ValueError("llama.cpp's llama_decode failed")
+    rows = (lib.llama_get_logits_ith(context, i) for i in last.values())
+    tokens = [int(np.ctypeslib.as_array(row, (vocab_size,)).argmax()) for row in rows]
+    lib.llama_batch_free(batch)
+    return tokens
+
+
+def read(context: Any, ids: Sequence[int], slot: int) -> int:
+    """Reads a prompt into a slot. Returns the greedy token after it."""
+    for start in range(0, len(ids), READ_AT_ONCE):
+        part = ids[start : start + READ_AT_ONCE]
+        (token,) = run(context, part, range(start, start + len(part)), [slot] * len(part))
+    return token
+
+
 def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
     """Loads the file spec["gguf"]. Returns the tasks, and facts about the model."""
     import llama_cpp as lib
@@ -159,29 +186,6 @@ def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
         context = contexts[batch, tokens]
         lib.llama_memory_clear(lib.llama_get_memory(context), True)
         return context
-
-    def run(context: Any, ids: Sequence[int], at: Sequence[int], slots: Sequence[int]) -> Any:
-        """Appends tokens to slots. Returns the greedy token after the last one of each slot."""
-        batch, last = (
-            lib.llama_batch_init(len(ids), 0, 1),
-            {slot: i for i, slot in enumerate(slots)},
-        )
-        batch.n_tokens = len(ids)
-        for i, (token, position, slot) in enumerate(zip(ids, at, slots, strict=True)):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, i == last[slot]
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, slot
-        if lib.llama_decode(context, batch):
-            raise ValueError("llama.cpp's llama_decode failed")
-        rows = (lib.llama_get_logits_ith(context, i) for i in last.values())
-        tokens = [int(np.ctypeslib.as_array(row, (vocab_size,)).argmax()) for row in rows]
-        lib.llama_batch_free(batch)
-        return tokens
-
-    def read(context: Any, ids: Sequence[int], slot: int) -> int:
-        for start in range(0, len(ids), READ_AT_ONCE):
-            part = ids[start : start + READ_AT_ONCE]
-            (token,) = run(context, part, range(start, start + len(part)), [slot] * len(part))
-        return token
 
     def prefill(tokens: int, seed: int, prompts: int = 2) -> dict[str, Any]:
         for i in range(prompts):
