@@ -44,20 +44,20 @@ def sampling_params(
 ) -> Sampling:
     """Parameters of n slots, each one value for all or n values; ValueError if one is invalid."""
     columns = []
-    for (name, rule), values in zip(
-        RULES.items(), (temperature, top_k, top_p, min_p, seed), strict=True
+    for (name, parameter), values in zip(
+        PARAMETERS.items(), (temperature, top_k, top_p, min_p, seed), strict=True
     ):
         row = np.asarray(values, object)
         if row.shape not in ((), (n,)):
             raise ValueError(f"{name} must be one value or {n}, got shape {row.shape}")
         for value in row.flat:
             check(name, value)
-        array = jnp.asarray(row.astype(rule.dtype))
+        array = jnp.asarray(row.astype(parameter.dtype))
         columns.append(jnp.broadcast_to(array, (n,)))  # traced: n may be any number
     return Sampling(*columns)
 
 
-class Rule(NamedTuple):
+class Parameter(NamedTuple):
     """What a parameter of one slot may be."""
 
     dtype: type
@@ -65,18 +65,18 @@ class Rule(NamedTuple):
     must_be: str
 
 
-RULES = {
-    "temperature": Rule(np.float32, lambda t: 0 <= t < np.inf, "finite and >= 0"),
-    "top_k": Rule(np.int32, lambda k: 0 <= k < 2**31, "an integer in [0, 2**31)"),
-    "top_p": Rule(np.float32, lambda p: 0 < p <= 1, "in (0, 1]"),
-    "min_p": Rule(np.float32, lambda p: 0 <= p < 1, "in [0, 1)"),
-    "seed": Rule(np.uint32, lambda s: 0 <= s < 2**32, "an integer in [0, 2**32)"),
+PARAMETERS = {
+    "temperature": Parameter(np.float32, lambda t: 0 <= t < np.inf, "finite and >= 0"),
+    "top_k": Parameter(np.int32, lambda k: 0 <= k < 2**31, "an integer in [0, 2**31)"),
+    "top_p": Parameter(np.float32, lambda p: 0 < p <= 1, "in (0, 1]"),
+    "min_p": Parameter(np.float32, lambda p: 0 <= p < 1, "in [0, 1)"),
+    "seed": Parameter(np.uint32, lambda s: 0 <= s < 2**32, "an integer in [0, 2**32)"),
 }
 
 
 def check(name: str, value: Any) -> None:
     """ValueError if a parameter has an invalid value."""
-    dtype, valid, must_be = RULES[name]
+    dtype, valid, must_be = PARAMETERS[name]
     real = dtype is np.float32
     with np.errstate(over="ignore"):
         # Judged as the float32 that it becomes: 1e-60 is not a positive top_p.
@@ -89,7 +89,7 @@ def check(name: str, value: Any) -> None:
 def check_sampling(*values: Any) -> None:
     """ValueError if a parameter of one slot is invalid; the values are in the order of
     `Sampling`."""
-    for name, value in zip(RULES, values, strict=True):
+    for name, value in zip(PARAMETERS, values, strict=True):
         check(name, value)
 
 

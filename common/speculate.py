@@ -20,7 +20,7 @@ from common.weights import specs_like
 
 Array = jax.Array
 NO_TOKEN = -2  # stands after the tokens that a step produced, where drafts were wrong
-NO_DRAFT = -3  # stands there, and in the drafts, if nothing was drafted
+NO_DRAFT = -3  # stands in place of a draft that there is not, and then in place of NO_TOKEN
 
 
 def verify(

@@ -12,7 +12,7 @@ from common.command import converse
 from common.command.arguments import parser
 from common.serving.serve import end_of
 from common.serving.session import Event, Work
-from common.text.harmony import FINAL, Place, follow, speaks_harmony, start_speech
+from common.text.harmony import FINAL, ParserState, follow, speaks_harmony, start_speech
 from common.text.tokenizer import Tokenizer, encode
 
 SPECIAL = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
@@ -66,9 +66,9 @@ def reply_to(tok, text, *argv):
 
 
 def test_every_token_belongs_to_the_channel_of_its_message(tok):
-    place, found = Place(), {}
+    state, found = ParserState(), {}
     for token in encode(tok, THOUGHT + "\n" + CALL + ANSWER.removesuffix("<|return|>")):
-        place, channel = follow(tok, place, token)
+        state, channel = follow(tok, state, token)
         found[channel] = [*found.get(channel, []), token]
     text = {c: tok.backend.decode(ids) for c, ids in found.items() if c}
     assert text == {"analysis": "A sum, naïve.", "commentary": "{}", FINAL: "Père: 4"}

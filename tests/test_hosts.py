@@ -487,12 +487,12 @@ def test_a_difference_names_all_processes_and_passes_over_those_that_cannot_say(
     ]
 
 
-# ---- the place of a process
+# ---- the rank of a process
 
 
 @pytest.fixture
-def place(monkeypatch):
-    """Finds the place of a process from options and environment variables."""
+def rank(monkeypatch):
+    """Finds the rank of a process from options and environment variables."""
     for name in os.environ:
         if name.startswith(("JAX_COORD", "JAX_PROC", "JAX_NUM_P", "SLURM", "OMPI", "KUBE", "TPU_")):
             monkeypatch.delenv(name)
@@ -500,7 +500,7 @@ def place(monkeypatch):
     def call(*options, **variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return cluster.find_place(read_host_options(options))
+        return cluster.find_rank(read_host_options(options))
 
     return call
 
@@ -514,35 +514,35 @@ SLURM = dict(
 )
 
 
-def test_a_process_alone_asks_nobody(place, monkeypatch):
+def test_a_process_alone_asks_nobody(rank, monkeypatch):
     monkeypatch.setattr(cluster, "ask_jax", lambda *_: pytest.fail("asked"))
-    assert place() is None
-    assert place("--no-distributed", **SLURM, SLURM_STEP_NUM_TASKS="4") is None
+    assert rank() is None
+    assert rank("--no-distributed", **SLURM, SLURM_STEP_NUM_TASKS="4") is None
 
 
-def test_an_allocation_without_a_step_of_several_tasks_is_one_process(place):
-    assert place(**SLURM, SLURM_STEP_NUM_TASKS="1") is None
-    assert place(TPU_WORKER_HOSTNAMES="localhost", KUBERNETES_SERVICE_HOST="10.0.0.1") is None
+def test_an_allocation_without_a_step_of_several_tasks_is_one_process(rank):
+    assert rank(**SLURM, SLURM_STEP_NUM_TASKS="1") is None
+    assert rank(TPU_WORKER_HOSTNAMES="localhost", KUBERNETES_SERVICE_HOST="10.0.0.1") is None
 
 
-def test_a_slurm_step_of_several_tasks_is_found(place):
+def test_a_slurm_step_of_several_tasks_is_found(rank):
     """JAX computes the port from the job's number, and the device from the task's number on its
     node."""
-    found = place(**SLURM, SLURM_STEP_NUM_TASKS="4")
+    found = rank(**SLURM, SLURM_STEP_NUM_TASKS="4")
     assert found == (f"node007:{70001 % 4096 + 61440}", 2, 4, [1])
-    assert place(JAX_COORDINATOR_PORT="1234", JAX_LOCAL_DEVICE_IDS="0") == (
+    assert rank(JAX_COORDINATOR_PORT="1234", JAX_LOCAL_DEVICE_IDS="0") == (
         "node007:1234",
         2,
         4,
         None,
     )
-    assert place("--coordinator", "other:99")[:3] == ("other:99", 2, 4)
+    assert rank("--coordinator", "other:99")[:3] == ("other:99", 2, 4)
 
 
-def test_variables_and_options_say_the_same(place):
+def test_variables_and_options_say_the_same(rank):
     variables = dict(JAX_COORDINATOR_ADDRESS="a:1", JAX_NUM_PROCESSES="3", JAX_PROCESS_ID="2")
-    assert place(**variables) == place("--coordinator", "a:1", "--process", "2/3")
-    assert place("--process", "0/1", **variables) is None
+    assert rank(**variables) == rank("--coordinator", "a:1", "--process", "2/3")
+    assert rank("--process", "0/1", **variables) is None
 
 
 @pytest.mark.parametrize(
@@ -560,9 +560,9 @@ def test_variables_and_options_say_the_same(place):
         (["--coordinator", "a", "--process", "0/2"], "the address of process 0, 'a', is not HOST:"),
     ],
 )
-def test_a_place_that_is_half_known_is_refused(place, options, message):
+def test_a_rank_that_is_half_known_is_refused(rank, options, message):
     with pytest.raises(ValueError) as error:
-        place(*options)
+        rank(*options)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

@@ -35,7 +35,7 @@ from families import SHOWN  # noqa: E402
 
 from common.loading.shape import model_dtype  # noqa: E402
 from common.machines.chips import CHIPS, devices_of  # noqa: E402
-from common.machines.dryrun import Plan, compile_step, place, products_and_unread  # noqa: E402
+from common.machines.dryrun import Plan, compile_step, products_and_unread, target_of  # noqa: E402
 from common.machines.mesh_choice import USABLE, best_axes, load_of, loads, step_seconds  # noqa: E402
 from common.quant import storage_named  # noqa: E402
 from common.sharding import axes_of, make_mesh  # noqa: E402
@@ -214,7 +214,7 @@ def search(row: Row) -> dict[str, Any]:
     estimated time on each, and which mesh the library chooses."""
     plan, chip = plan_of(row), CHIPS[row.topology.partition(":")[0]]
     devices = devices_of(row.topology)
-    chosen = axes_of(place(plan, row.topology, "").mesh)
+    chosen = axes_of(target_of(plan, row.topology, "").mesh)
     fit = loads(plan.module, plan.config, len(devices), **use(plan))
     meshes: list[Any] = [
         make_mesh(**axes, devices=devices)

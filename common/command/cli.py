@@ -64,7 +64,7 @@ def agree(group: Group, module: ModuleType, args: argparse.Namespace) -> None:
     """Waits until all processes report the same, and takes over the prompts of process 0."""
     if args.chat:
         raise ValueError("--chat talks to one process, and here are several")
-    prompts = read_prompts(args) if group.place.process == 0 and not args.serve else []
+    prompts = read_prompts(args) if group.rank.process == 0 and not args.serve else []
     args.prompt, args.prompts = group.agree(report(module, args), prompts), None
 
 

@@ -16,7 +16,7 @@ from common.command.environment import MOST_CPU_DEVICES
 from common.kernels.dispatch import AUTO
 from common.loading.shape import model_dtype, read_model_config, read_shape
 from common.machines.chips import UNKNOWN, Chip
-from common.machines.dryrun import DryRun, Plan, Step, dry_runs, place
+from common.machines.dryrun import CompiledStep, DryRun, Plan, dry_runs, target_of
 from common.serving.load import cache_dtype, storage_of
 from common.sharding import axes_of
 
@@ -63,7 +63,7 @@ def memory_of(chip: Chip) -> str:
     return "unknown memory" if chip.memory == UNKNOWN else gigabytes(chip.memory)
 
 
-def cells(step: Step, chip: Chip) -> dict[str, str]:
+def cells(step: CompiledStep, chip: Chip) -> dict[str, str]:
     """Returns the figures of a step by name."""
     figures = {"weights": gigabytes(step.weights), "cache": gigabytes(step.cache)}
     if (r := step.report) is None:
@@ -146,7 +146,7 @@ def show_table(runs: Sequence[DryRun]) -> str:
 def as_json(run: DryRun) -> dict[str, Any]:
     """Returns all figures: bytes, milliseconds and counts."""
 
-    def of(step: Step) -> dict[str, Any]:
+    def of(step: CompiledStep) -> dict[str, Any]:
         figures: dict[str, Any] = dict(weights=step.weights, cache=step.cache)
         if step.report is None:
             return figures | dict(refusal=step.refusal)
@@ -184,7 +184,7 @@ def print_dry_runs(module: ModuleType, args: argparse.Namespace) -> None:
         jax.config.update("jax_num_cpu_devices", n)
         args.dry_run = ["cpu:1" if t == "cpu" else t for t in args.dry_run]
     plans = [
-        (plan := plan_of(module, args, topology), place(plan, topology, axes))
+        (plan := plan_of(module, args, topology), target_of(plan, topology, axes))
         for topology in args.dry_run
         for axes in args.mesh or [""]
     ]

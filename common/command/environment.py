@@ -63,7 +63,7 @@ def configure_jax(axes: dict[str, int], compile_cache: bool, group: Group | None
     # Undoes what was set for another program: 64-bit numbers, no compilation, no device.
     jax.config.update("jax_enable_x64", False)
     jax.config.update("jax_disable_jit", False)
-    need = math.ceil(math.prod(axes.values()) / (group.place.processes if group else 1))
+    need = math.ceil(math.prod(axes.values()) / (group.rank.processes if group else 1))
     none = os.environ.get("JAX_NUM_CPU_DEVICES", "").strip() == "0"
     if none or (need > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")):
         # Virtual devices, to try a mesh on a laptop. Other platforms ignore this setting.

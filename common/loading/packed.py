@@ -30,7 +30,7 @@ CHECKED = ("group", "shape", "bias")  # of the parts: what must be as expected, 
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-class Part(NamedTuple):
+class PackedTensor(NamedTuple):
     """A tensor that a file holds for a matrix."""
 
     field: str  # of the form in which the matrix is stored, or one of CHECKED
@@ -40,34 +40,38 @@ class Part(NamedTuple):
 class Format(NamedTuple):
     """The tensors of a quantised matrix, by the last word of their name."""
 
-    parts: dict[str, Part]
+    parts: dict[str, PackedTensor]
     rows_first: bool  # whether tensors are [out, in], and not [in, out]
     places: tuple[int, ...] | None = None  # of the numbers in a word; None: in order
 
 
-FLOAT = Format({"weight": Part("values"), "weight_scale": Part("scale")}, True)
+FLOAT = Format({"weight": PackedTensor("values"), "weight_scale": PackedTensor("scale")}, True)
 FORMATS = {
     "awq": Format(
-        {"qweight": Part("values", 1), "scales": Part("scale"), "qzeros": Part("zero", 1)},
+        {
+            "qweight": PackedTensor("values", 1),
+            "scales": PackedTensor("scale"),
+            "qzeros": PackedTensor("zero", 1),
+        },
         False,
         AWQ,
     ),
     "gptq": Format(
         {
-            "qweight": Part("values", 0),
-            "scales": Part("scale"),
-            "qzeros": Part("zero", 1),
-            "g_idx": Part("group"),
-            "bias": Part("bias"),  # AutoGPTQ writes zeros where a model has none
+            "qweight": PackedTensor("values", 0),
+            "scales": PackedTensor("scale"),
+            "qzeros": PackedTensor("zero", 1),
+            "g_idx": PackedTensor("group"),
+            "bias": PackedTensor("bias"),  # AutoGPTQ writes zeros where a model has none
         },
         False,
     ),
     "pack-quantized": Format(
         {
-            "weight_packed": Part("values", 1),
-            "weight_scale": Part("scale"),
-            "weight_zero_point": Part("zero", 0),
-            "weight_shape": Part("shape"),
+            "weight_packed": PackedTensor("values", 1),
+            "weight_scale": PackedTensor("scale"),
+            "weight_zero_point": PackedTensor("zero", 0),
+            "weight_shape": PackedTensor("shape"),
         },
         True,
     ),
@@ -231,7 +235,7 @@ def unpacked(tensors: Tensors, table: Table, packing: Packing | None) -> Tensors
 
     def wide() -> Iterator[tuple[str, Any]]:
         for name, tensor in tensors.items():
-            part = format.parts.get(name.rpartition(".")[2], Part(""))
+            part = format.parts.get(name.rpartition(".")[2], PackedTensor(""))
             if part.packed is None or len(tensor.shape) != 2:
                 yield name, tensor
                 continue
@@ -248,7 +252,7 @@ def unpacked(tensors: Tensors, table: Table, packing: Packing | None) -> Tensors
     found = dict(wide())
     for upper in [name for name in found if ".gate_proj." in name]:
         lower, whole = (upper.replace(".gate_", x) for x in (".up_", ".gate_up_"))
-        field = format.parts.get(upper.rpartition(".")[2], Part("")).field
+        field = format.parts.get(upper.rpartition(".")[2], PackedTensor("")).field
         if lower in found and field not in CHECKED and targets_of(whole, table) is not None:
             first, second = found.pop(upper), found.pop(lower)
             if second._replace(file=first.file, name=first.name, offset=first.offset) != first:

@@ -13,7 +13,7 @@ from common.loading.files import first_line
 MOST_PROCESSES, MOST_SECONDS = 100_000, 1_000_000
 
 
-class Place(NamedTuple):
+class Rank(NamedTuple):
     """The number of this process, how many there are, and HOST:PORT of process 0."""
 
     coordinator: str
@@ -22,8 +22,8 @@ class Place(NamedTuple):
     devices: Sequence[int] | None = None  # local ones that this process uses; None: all
 
 
-def find_place(args: argparse.Namespace) -> Place | None:
-    """Finds the place by options, variables or the cluster; None if this process runs alone."""
+def find_rank(args: argparse.Namespace) -> Rank | None:
+    """Finds the rank by options, variables or the cluster; None if this process runs alone."""
     if args.distributed is False:
         return None
     if not 0 <= args.join_timeout <= MOST_SECONDS:
@@ -36,19 +36,19 @@ def find_place(args: argparse.Namespace) -> Place | None:
     if index is None and "JAX_PROCESS_ID" in env and "JAX_NUM_PROCESSES" in env:
         index = f"{env['JAX_PROCESS_ID']}/{env['JAX_NUM_PROCESSES']}"
     told = bool(args.distributed or coordinator or index is not None)
-    place: Place | None
+    rank: Rank | None
     if coordinator and index is not None:
-        place = Place(coordinator, *parse_process(index))
+        rank = Rank(coordinator, *parse_process(index))
     elif told or has_cluster_variables():
-        place = ask_jax(coordinator, args.join_timeout)
+        rank = ask_jax(coordinator, args.join_timeout)
     else:
-        place = pod_of_tpu_vm(args.join_timeout)
-    if place is None or place.processes == 1:
+        rank = pod_of_tpu_vm(args.join_timeout)
+    if rank is None or rank.processes == 1:
         return None
-    host, _, port = place.coordinator.rpartition(":")
+    host, _, port = rank.coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"the address of process 0, {place.coordinator!r}, is not HOST:PORT")
-    return place
+        raise ValueError(f"the address of process 0, {rank.coordinator!r}, is not HOST:PORT")
+    return rank
 
 
 def parse_process(text: str) -> tuple[int, int]:
@@ -71,8 +71,8 @@ def has_cluster_variables() -> bool:
     return any(x != "1" for x in tasks) or "," in workers or (pod and bool(find_spec("kubernetes")))
 
 
-def ask_jax(coordinator: str | None, timeout: float) -> Place:
-    """Returns the place that `jax.distributed` detects. ValueError if it cannot."""
+def ask_jax(coordinator: str | None, timeout: float) -> Rank:
+    """Returns the rank that `jax.distributed` detects. ValueError if it cannot."""
     # A private class: the public `initialize` shows what it found only after all have joined.
     from jax._src.clusters import ClusterEnv
 
@@ -88,11 +88,11 @@ def ask_jax(coordinator: str | None, timeout: float) -> Place:
         raise ValueError(f"nothing here says which of how many processes this is: {hint}")
     if "JAX_LOCAL_DEVICE_IDS" in os.environ:
         devices = None  # `initialize` reads the variable itself
-    return Place(address, process, count, devices)
+    return Rank(address, process, count, devices)
 
 
-def pod_of_tpu_vm(timeout: float) -> Place | None:
-    """Returns the place in a pod of TPU machines, which only their metadata server knows."""
+def pod_of_tpu_vm(timeout: float) -> Rank | None:
+    """Returns the rank in a pod of TPU machines, which only their metadata server knows."""
     from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
 
     if running_in_cloud_tpu_vm:

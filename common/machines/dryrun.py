@@ -197,7 +197,7 @@ def dry_run(
     return report, text
 
 
-class Step(NamedTuple):
+class CompiledStep(NamedTuple):
     """A decode step, or the reading of a prompt, on one device."""
 
     name: str
@@ -227,8 +227,8 @@ class DryRun(NamedTuple):
     topology: str
     mesh: Mesh
     chosen: bool  # whether the library chose the mesh
-    decode: Step
-    read: Step  # the reading of a prompt
+    decode: CompiledStep
+    read: CompiledStep  # the reading of a prompt
 
     @property
     def chip(self) -> Chip:
@@ -290,7 +290,7 @@ def products_and_unread(plan: Plan, axes: Axes, tokens: int) -> tuple[float, flo
 
 def compile_step(
     plan: Plan, mesh: Mesh, prompt: int | None = None, keep: Path | None = None
-) -> Step:
+) -> CompiledStep:
     """Compiles one step, and writes its program to a file in the directory `keep`, if given."""
     rows = mesh.shape[DATA] if prompt else plan.slots
     module, config, storage, cache_dtype = plan.module, plan.config, plan.storage, plan.cache_dtype
@@ -320,10 +320,10 @@ def compile_step(
     tokens = rows // mesh.shape[DATA] * (prompt or 1)
     name = f"prompt of {prompt}" if prompt else "decode"
     did = products_and_unread(plan, dict(mesh.shape), tokens)
-    return Step(name, device_bytes(weights), device_bytes(cache), *did, report, refusal)
+    return CompiledStep(name, device_bytes(weights), device_bytes(cache), *did, report, refusal)
 
 
-class Place(NamedTuple):
+class Target(NamedTuple):
     """The topology and the mesh on which a plan is tried."""
 
     topology: str
@@ -331,7 +331,7 @@ class Place(NamedTuple):
     chosen: bool
 
 
-def place(plan: Plan, topology: str, axes: str) -> Place:
+def target_of(plan: Plan, topology: str, axes: str) -> Target:
     """Makes the mesh of these axes on a topology, or the best mesh if `axes` is empty. ValueError
     if it cannot split the model."""
     devices = devices_of(topology)
@@ -343,15 +343,15 @@ def place(plan: Plan, topology: str, axes: str) -> Place:
         storage=plan.storage,
     )
     if not axes:
-        return Place(topology, best_mesh(plan.module, plan.config, devices, **options), True)
+        return Target(topology, best_mesh(plan.module, plan.config, devices, **options), True)
     sizes: Any = parse_mesh(axes)
     mesh = make_mesh(**sizes, devices=devices)
     load_of(plan.module, plan.config, dict(mesh.shape), **options)
-    return Place(topology, mesh, False)
+    return Target(topology, mesh, False)
 
 
-def dry_runs(plans: Sequence[tuple[Plan, Place]], keep: Path | None = None) -> list[DryRun]:
-    """Compiles both steps of each plan for its place, as many at once as this machine has cores."""
+def dry_runs(plans: Sequence[tuple[Plan, Target]], keep: Path | None = None) -> list[DryRun]:
+    """Compiles both steps of each plan, as many at once as this machine has cores."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         steps = [
             [pool.submit(compile_step, plan, at.mesh, n, keep) for n in (None, plan.prompt)]

@@ -28,7 +28,7 @@ import jax
 from jax._src import distributed  # its client is not public
 
 from common.loading.files import first_line
-from common.machines.cluster import Place, find_place
+from common.machines.cluster import Rank, find_rank
 from common.machines.preflight import differences, numbered
 
 GRACE = 1.0  # seconds for a process to find itself the mistake that another one reports
@@ -73,14 +73,14 @@ def receive(lines: TextIO) -> dict[str, Any] | None:
     return message if isinstance(message, dict) else None
 
 
-def bind_address(place: Place) -> str:
+def bind_address(rank: Rank) -> str:
     """Where process 0 listens: on the address of the coordinator alone, unless told otherwise."""
-    return os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or place.coordinator
+    return os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or rank.coordinator
 
 
-def listen(place: Place, timeout: float) -> list[Peer]:
+def listen(rank: Rank, timeout: float) -> list[Peer]:
     """Waits for connections from all other processes. Disagreement says which are missing."""
-    address = bind_address(place)
+    address = bind_address(rank)
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     try:
@@ -97,14 +97,14 @@ def listen(place: Place, timeout: float) -> list[Peer]:
     deadline, came, wrong = time.monotonic() + timeout, list[Peer](), list[str]()
     # The server is closed before JAX listens on its port; the connections stay open.
     with server, contextlib.suppress(TimeoutError):
-        while len(came) < place.processes - 1 and not wrong:
+        while len(came) < rank.processes - 1 and not wrong:
             server.settimeout(max(deadline - time.monotonic(), 0.01))
             if (hello := greet(server.accept()[0])) is not None:
-                wrong = misplaced(*hello, place, came)
+                wrong = misplaced(*hello, rank, came)
                 came.append(hello[0])
-    missing = sorted(set(range(1, place.processes)) - {peer.process for peer in came})
+    missing = sorted(set(range(1, rank.processes)) - {peer.process for peer in came})
     if missing and not wrong:
-        late = f"{numbered(missing)} of {place.processes} did not come within {timeout:g} s"
+        late = f"{numbered(missing)} of {rank.processes} did not come within {timeout:g} s"
         wrong = [f"{late} ({REMEDY})"]
     if wrong:
         for peer in came:
@@ -130,19 +130,19 @@ def greet(connection: socket.socket) -> tuple[Peer, int] | None:
     return None
 
 
-def misplaced(peer: Peer, count: int, place: Place, came: list[Peer]) -> list[str]:
+def misplaced(peer: Peer, count: int, rank: Rank, came: list[Peer]) -> list[str]:
     """Says why a process is not one of those that are awaited; empty if it is."""
-    if count != place.processes:
-        return [f"{peer} is one of {count} processes, but process 0 is one of {place.processes}"]
+    if count != rank.processes:
+        return [f"{peer} is one of {count} processes, but process 0 is one of {rank.processes}"]
     taken = {0: socket.gethostname(), **{other.process: other.host for other in came}}
     if (also := taken.get(peer.process)) is not None:
         return [f"two processes are process {peer.process} of {count}: on {also} and {peer.host}"]
     return []
 
 
-def connect(place: Place, timeout: float) -> Peer:
+def connect(rank: Rank, timeout: float) -> Peer:
     """Connects to process 0, which may start later."""
-    host, _, port = place.coordinator.rpartition(":")
+    host, _, port = rank.coordinator.rpartition(":")
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -152,16 +152,16 @@ def connect(place: Place, timeout: float) -> Peer:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise Disagreement(
-                    f"process 0 of {place.processes} did not answer at {place.coordinator} within "
+                    f"process 0 of {rank.processes} did not answer at {rank.coordinator} within "
                     f"{timeout:g} s ({error.strerror or error}; {REMEDY})"
                 ) from None
             time.sleep(0.1)
     peer = Peer(connection, connection.makefile("r", encoding="utf-8"), 0, host)
-    peer.send(hello=[place.process, place.processes, socket.gethostname()])
+    peer.send(hello=[rank.process, rank.processes, socket.gethostname()])
     if receive(peer.lines) is None:
         raise Disagreement(
-            f"what listens at {place.coordinator} does not answer as process 0 of "
-            f"{place.processes} would ({REMEDY})"
+            f"what listens at {rank.coordinator} does not answer as process 0 of "
+            f"{rank.processes} would ({REMEDY})"
         )
     connection.settimeout(None)
     return peer
@@ -193,9 +193,9 @@ def quieten(process: int) -> TextIO:
 class Group:
     """This process and its connections to the others."""
 
-    def __init__(self, place: Place, timeout: float):
-        self.place, self.timeout = place, timeout
-        self.stderr = quieten(place.process)
+    def __init__(self, rank: Rank, timeout: float):
+        self.rank, self.timeout = rank, timeout
+        self.stderr = quieten(rank.process)
         self.peers: list[Peer] = []  # process 0 has all others here, and they have process 0
         self.inbox: queue.Queue[tuple[Peer, str, Any]] = queue.Queue()
         self.leaving = threading.Event()  # set if the main thread ends by itself
@@ -203,8 +203,8 @@ class Group:
         self.started = False
 
     def join(self) -> None:
-        place, timeout = self.place, self.timeout
-        self.peers = [connect(place, timeout)] if place.process else listen(place, timeout)
+        rank, timeout = self.rank, self.timeout
+        self.peers = [connect(rank, timeout)] if rank.process else listen(rank, timeout)
         for peer in self.peers:
             threading.Thread(target=self.watch, args=(peer,), daemon=True).start()
 
@@ -238,7 +238,7 @@ class Group:
     def wait_for_others(self) -> None:
         """Keeps process 0 alive until the others have ended: without it, JAX aborts them with a
         page of its own messages."""
-        if self.place.process == 0:
+        if self.rank.process == 0:
             deadline = time.monotonic() + 3
             for peer in self.peers:
                 peer.connection.settimeout(max(deadline - time.monotonic(), 0.01))
@@ -248,11 +248,11 @@ class Group:
 
     def agree(self, report: dict[str, Any], prompts: list[str]) -> list[str]:
         """Returns the prompts of process 0, once all processes have reported the same."""
-        if self.place.process:
+        if self.rank.process:
             self.peers[0].send(report=report)
             return self.inbox.get()[2]
         reports = {0: report}
-        while len(reports) < self.place.processes:
+        while len(reports) < self.rank.processes:
             peer, _, theirs = self.inbox.get()
             reports[peer.process] = theirs
         if wrong := differences(reports):
@@ -269,12 +269,12 @@ class Group:
         jax.config.update("jax_enable_preemption_service", False)  # which would ignore SIGTERM
         try:
             jax.distributed.initialize(
-                self.place.coordinator,
-                self.place.processes,
-                self.place.process,
-                self.place.devices,
-                cluster_detection_method="deactivate",  # `find_place` did that
-                coordinator_bind_address=bind_address(self.place),
+                self.rank.coordinator,
+                self.rank.processes,
+                self.rank.process,
+                self.rank.devices,
+                cluster_detection_method="deactivate",  # `find_rank` did that
+                coordinator_bind_address=bind_address(self.rank),
                 initialization_timeout=max(int(self.timeout), 10),
             )
             jax.devices()
@@ -283,7 +283,7 @@ class Group:
 
     def leave(self) -> None:
         """Waits until all processes are done, and stops `jax.distributed`."""
-        if self.place.process:
+        if self.rank.process:
             self.peers[0].send(done=True)
             self.inbox.get()
         else:
@@ -308,7 +308,7 @@ class Group:
             traceback.print_exception(error, file=self.stderr)
         else:
             self.write(lines)
-        me = f"process {self.place.process} on {socket.gethostname()}"
+        me = f"process {self.rank.process} on {socket.gethostname()}"
         told = lines if isinstance(error, Disagreement) else [f"{me}: {line}" for line in lines]
         self.tell_all(code, [f"{me} was interrupted"] if code == 130 else told)
         self.wait_for_others()
@@ -370,10 +370,10 @@ def verdict(error: BaseException) -> tuple[int, list[str]]:
 def joined(args: argparse.Namespace) -> Iterator[Group | None]:
     """Joins the processes that run the same command, and yields their group; None if this process
     runs alone. Whatever ends the body ends all of them."""
-    if (place := find_place(args)) is None:
+    if (rank := find_rank(args)) is None:
         yield None
         return
-    group = Group(place, args.join_timeout)
+    group = Group(rank, args.join_timeout)
     try:
         group.join()
         yield group
@@ -385,8 +385,8 @@ def joined(args: argparse.Namespace) -> Iterator[Group | None]:
 def tell(args: argparse.Namespace, mistake: ValueError) -> None:
     """Says why this process does not take part: here at once, and to the others after they have
     connected. Then ends the process; but returns if it runs alone."""
-    if (place := find_place(args)) is not None:
-        group = Group(place, args.join_timeout)
+    if (rank := find_rank(args)) is not None:
+        group = Group(rank, args.join_timeout)
         group.write(verdict(mistake)[1])
         with contextlib.suppress(ValueError):
             group.join()

@@ -141,7 +141,7 @@ def only(session: Session, row: int, value: int) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Part:
+class DataShard:
     """The part of an array that belongs to one data shard. It is in the memory of the devices, or
     of their hosts. Each process has what its own devices hold."""
 
@@ -150,19 +150,19 @@ class Part:
     nbytes: int  # over all processes, so that all decide alike
 
 
-def part_of(x: jax.Array, row: int, rows: int) -> Part:
+def shard_of(x: jax.Array, row: int, rows: int) -> DataShard:
     mine = (s for s in x.addressable_shards if (s.index[0].start or 0) == row)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    return Part(like, {s.device: s.data for s in mine}, x.nbytes // rows)
+    return DataShard(like, {s.device: s.data for s in mine}, x.nbytes // rows)
 
 
-def moved(x: Part, memory: str) -> Part:
+def moved(x: DataShard, memory: str) -> DataShard:
     """Starts a copy to "device" memory or to that of the host, and does not wait for it."""
     to = {device: part.sharding.with_memory_kind(memory) for device, part in x.parts.items()}
     return replace(x, parts={d: jax.device_put(part, to[d]) for d, part in x.parts.items()})
 
 
-def whole(x: Part) -> jax.Array:
+def whole(x: DataShard) -> jax.Array:
     """The array again, with zeros for the other data shards."""
     shape, sharding, parts = x.like.shape, x.like.sharding, moved(x, "device").parts
     zeros = partial(jnp.zeros, sharding.shard_shape(shape), x.like.dtype)
@@ -180,7 +180,7 @@ def take(session: Session, row: int, slot: int, length: int) -> Any:
     caches = tuple(state.cache for state in session.states)
     at = (only(session, row, n) for n in (slot, length))
     held = slot_beginnings(caches, *at, size=size, **session.placement)
-    return jax.tree.map(partial(part_of, row=row, rows=session.rows), held)
+    return jax.tree.map(partial(shard_of, row=row, rows=session.rows), held)
 
 
 def empty(session: Session, row: int, place: Place) -> None:

@@ -24,8 +24,8 @@ START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end
 FINAL, ANALYSIS = "final", "analysis"
 
 
-class Place(NamedTuple):
-    """How far a reply has come in its messages."""
+class ParserState(NamedTuple):
+    """How far the parser of a reply has come in its messages."""
 
     part: str = START  # the last marker so far
     header: tuple[int, ...] = ()  # ids after <|channel|>
@@ -36,19 +36,19 @@ def speaks_harmony(tok: Tokenizer) -> bool:
     return all(tok.backend.token_to_id(x) in tok.special_ids for x in (CHANNEL, MESSAGE))
 
 
-def follow(tok: Tokenizer, place: Place, token_id: int) -> tuple[Place, str | None]:
-    """Returns the place after one more token, and the token's channel, or None if it is markup."""
+def follow(tok: Tokenizer, state: ParserState, token_id: int) -> tuple[ParserState, str | None]:
+    """Returns the state after one more token, and the token's channel, or None if it is markup."""
     token = tok.backend.id_to_token(token_id) if token_id in tok.special_ids else None
     if token in (START, END):
-        return Place(), None
+        return ParserState(), None
     if token == CHANNEL:
-        return Place(CHANNEL), None
+        return ParserState(CHANNEL), None
     if token == MESSAGE:
-        words = decode(tok, place.header).split()
-        return Place(MESSAGE, channel=words[0] if words else FINAL), None
-    if place.part == CHANNEL:
-        return place._replace(header=(*place.header, token_id)), None
-    return place, place.channel if place.part == MESSAGE else None
+        words = decode(tok, state.header).split()
+        return ParserState(MESSAGE, channel=words[0] if words else FINAL), None
+    if state.part == CHANNEL:
+        return state._replace(header=(*state.header, token_id)), None
+    return state, state.channel if state.part == MESSAGE else None
 
 
 class Speech(NamedTuple):
@@ -56,7 +56,7 @@ class Speech(NamedTuple):
 
     stream: Stream
     stop: Sequence[str]
-    place: Place | None = None  # None if the reply has no channels
+    state: ParserState | None = None  # None if the reply has no channels
     channel: str = FINAL  # of the newest text
 
 
@@ -68,15 +68,17 @@ def start_speech(
     """
     if not is_chat:
         return Speech(stream_start(tok, prompt, stop=stop), stop)
-    return Speech(stream_start(tok, stop=stop), stop, Place() if speaks_harmony(tok) else None)
+    return Speech(
+        stream_start(tok, stop=stop), stop, ParserState() if speaks_harmony(tok) else None
+    )
 
 
 def say(tok: Tokenizer, speech: Speech, token_id: int) -> tuple[Speech, str]:
     """Adds a token; returns the text that is now certain."""
-    if speech.place is not None:
-        place, channel = follow(tok, speech.place, token_id)
-        ends = speech.place.part == MESSAGE != place.part
-        speech = speech._replace(place=place)
+    if speech.state is not None:
+        state, channel = follow(tok, speech.state, token_id)
+        ends = speech.state.part == MESSAGE != state.part
+        speech = speech._replace(state=state)
         if ends:  # what was held back belongs to the message
             text = stream_flush(tok, speech.stream)
             stop = speech.stop if speech.channel == FINAL else ()
