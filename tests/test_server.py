@@ -242,7 +242,7 @@ def test_what_was_cached_is_told(chat_model):
     with running("--ckpt", str(chat_model), "--draft", "lookup", code=code) as server:
         ids = [1 + i % 90 for i in range(200)]
         first = server.post(prompt=ids, max_tokens=20)[1]["usage"]
-        again = server.post(prompt=ids, max_tokens=20)[1]["usage"]
+        again = server.post(prompt=ids, max_tokens=100, temperature=0)[1]["usage"]
         several = server.post(prompt=ids, max_tokens=2, n=3)[1]["usage"]
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert again["prompt_tokens_details"]["cached_tokens"] == 192
