@@ -320,7 +320,7 @@ def latent_steps(axes, dtype, T):
     return np.stack(out)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.full
 @pytest.mark.parametrize("T", [1, 3, 8])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["f32", "int8"])
 def test_a_latent_cache_split_over_devices_is_that_of_one(dtype, T):

@@ -314,6 +314,7 @@ def test_what_makes_latents_is_whole_on_every_device_and_still_a_matrix():
     assert layout["layers.1.mlp.experts.w_up"].spec == P("expert", "tensor", None)
 
 
+@pytest.mark.full
 def test_the_prompt_is_appended_where_its_device_keeps_the_position():
     """Gathered from the devices of `tensor`, the positions are those of one device."""
     one, four = load("deepseek_r1", "yarn"), load("deepseek_r1", "yarn", "tensor=4")

@@ -184,7 +184,7 @@ def test_greedy_continuations_equal_those_of_transformers(family, variant, axes)
     assert_greedy(load(family, variant, axes))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @FIRST
 def test_logits_of_a_prompt_alone_equal_those_of_transformers(family, variant):
     engine, prompt = load(family, variant), goldens(family, variant)[2]
@@ -328,7 +328,7 @@ def test_a_full_slot_and_an_empty_one_stay_as_they_are(family, variant):
         np.testing.assert_array_equal(new[:2], old[:2])
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @SECOND
 def test_a_step_computes_the_angles_of_its_positions_once(family, variant):
     """Otherwise XLA on CPU would fuse them into the rotations, and compute them in every layer.

@@ -233,7 +233,7 @@ def test_blocks_before_the_window_are_not_read(capfd):
     assert_lse(lse, want_lse)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.full
 @INTERPRETED
 @pytest.mark.parametrize(
     "cache, allowed, T, packed",

@@ -87,6 +87,7 @@ def test_a_prompt_read_eight_tokens_at_a_time_in_bf16_goes_through_the_kernels(i
     assert_close(np.concatenate(got), prompt.logits, rms=0.045)
 
 
+@pytest.mark.full
 def test_gradients_of_the_reference_match_finite_differences():
     """The difference is along a random direction through all weights at once, on two devices."""
     engine = load("llama3", "tied", "tensor=2")

@@ -213,6 +213,7 @@ def test_a_ring_that_was_copied_does_not_have_what_its_source_had_lost(family, r
     assert read(session, prompts[2], 20)[0] == read(begin(), prompts[2], 20)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keep_host", [0, 1])
 def test_a_beginning_that_one_ring_has_lost_is_found_where_another_has_it(keep_host, monkeypatch):
     """The long text comes last, and has the same beginning. With host memory, both texts leave
