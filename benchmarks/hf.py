@@ -52,7 +52,7 @@ def floor_of(model: Any, batch: int, positions: float) -> float:
 
 
 def products_of(model: Any, rows: int) -> list[tuple[int, Any]]:
-    """All matrices, as [in, out], and how many rows each is multiplied by in a step."""
+    """Returns, for each matrix, how many rows a step multiplies by it, and the matrix [in, out]."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 

@@ -133,7 +133,7 @@ def published(model: Any) -> Iterator[tuple[str, np.ndarray]]:
             yield name, x
 
 
-def run(context: Any, ids: Sequence[int], at: Sequence[int], slots: Sequence[int]) -> Sequence[int]:
+def run(context: Any, ids: Sequence[int], at: Sequence[int], slots: Sequence[int]) -> list[int]:
     """Appends tokens to slots. Returns the greedy token after the last one of each slot."""
     import llama_cpp as lib
 

@@ -109,7 +109,7 @@ def best_errors(w, group):
 GROUPS = [((6, 96), 64, 48), ((7, 128), 64, 64), ((5, 14), 4, 2)]  # shape, asked for, used
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kept", [jnp.int4, jnp.int8])
 @pytest.mark.parametrize("shape, group, used", GROUPS)
 def test_equal_groups_in_4_bits_have_the_best_of_several_scales(shape, group, used, kept):

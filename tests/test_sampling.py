@@ -254,7 +254,7 @@ def test_padding_is_never_sampled(padding, vocab_size):
     np.testing.assert_array_equal(drawn[1:], real[1:])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("shape", [ONE, (1, 2, 4)])
 @pytest.mark.parametrize("number", [np.nan, -np.nan, np.inf])
 def test_one_logit_that_is_not_finite_makes_its_slot_invalid_and_no_other(shape, number):
