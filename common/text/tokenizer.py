@@ -21,7 +21,6 @@ from common.loading.files import (
     read_json_if_there,
     read_text,
 )
-from common.text.template import render
 from common.text.tiktoken import load_tiktoken
 
 IMAGE_KEYS = ("image_token_index", "image_token_id")  # in a multimodal model's config.json
@@ -262,8 +261,10 @@ def render_chat(
     """Renders a conversation in the checkpoint's own format; `variables` (`tools`, ...) reach the
     template.
 
-    Raises ValueError if there is no template, if the template complains, or if it does not end.
+    Raises ValueError if there is no template, or if the template complains.
     """
+    from common.text.template import render  # imports jinja2, which not every run needs
+
     if tok.chat_template is None:
         raise ValueError(
             "the checkpoint has no chat template; give a raw prompt, or use an "
