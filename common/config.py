@@ -1,10 +1,12 @@
 """Reads a published config.json strictly: what it says is computed, or refused by name.
 
-A model file declares each field of its `Config` with the range of its values, and lists the
-settings of which it implements one value. So every key of config.json is read, or known to change
-nothing, or refused; none is passed over. If a key is missing, the field's default counts, which is
-that of Hugging Face transformers. A null is not a missing key: it is an error, as in transformers,
-unless null has a meaning of its own.
+A model file declares each field of its `Config` with its type, and lists the settings of which it
+implements one value. So every key of config.json is read, or known to change nothing, or refused;
+none is passed over. If a key is missing, the field's default counts, which is that of Hugging Face
+transformers. A null is not a missing key: it is an error, as in transformers, unless null has a
+meaning of its own.
+
+`common.fields` says how a field is declared.
 """
 
 import reprlib
@@ -12,8 +14,11 @@ import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from common.fields import Relation
 from common.quant import FP8_BLOCK
-from common.ranges import Relation, Rule
+
+# Of layers, heads or experts (fields called num_ or n_): lists get an entry for each.
+MOST = 10_000
 
 # Keys that change nothing in any model: who made the file and how, training, what transformers
 # returns, and generation settings that older files keep here.
@@ -70,11 +75,9 @@ def read_config(
     *,
     model_types: Collection[str],
     fields_read: Mapping[str, Any] = NOTHING,
-    keys_read: Collection[str] = (),
     if_missing: Mapping[str, Derive] = NOTHING,
     if_null: Mapping[str, Derive] = NOTHING,
     accepted: Mapping[str, Any] = NOTHING,
-    must_equal: Mapping[str, str] = NOTHING,
     ignored: Collection[str] = (),
 ) -> Any:
     """A `kind`, which is a NamedTuple of fields of config.json. ValueError names what is refused.
@@ -82,38 +85,25 @@ def read_config(
     Args:
       hf: the parsed config.json.
       model_types: the values of `model_type` that the model file computes.
-      fields_read: fields that the caller has read already.
-      keys_read: keys that the caller found them in. Those that `read_rope` reads are known.
+      fields_read: fields that the caller has read already, also by `read_rope`, `read_packing` and
+        `is_published_in`, whose keys are then known.
       if_missing: how to compute a field whose key is missing or null.
       if_null: how to compute a field whose key is null. If the key is missing, that is an error.
       accepted: keys of which one value, or a tuple of values, is implemented. Others are refused.
-      must_equal: keys that transformers does not read, and the field that each must equal.
-      ignored: keys of this family that change nothing.
+      ignored: other keys that the caller has read, and those of this family that change nothing.
     """
     if hf.get("model_type") is None:
         raise missing("model_type")
-    accepted = ONLY | {"model_type": tuple(model_types)} | dict(accepted)
-    check_accepted(hf, accepted)
+    check_accepted(hf, {"model_type": tuple(model_types)})
     if_null = {name: derive for name, derive in if_null.items() if name in hf}
-    values = read_fields(kind, hf, "", fields_read, {**if_missing, **if_null})
-    for key, field in must_equal.items():
-        spelling(hf, field, key)
-    fields = [name for name in annotations(kind) if name not in fields_read]
-    keys = {name: spelling(hf, name, second_name(kind, name)) for name in fields}
-    others = [second_name(kind, name) for name in fields]
-    known = {*accepted, *must_equal, *keys_read, *ignored, *INERT, *fields, *others}
-    refuse_unknown(hf, known | (rope_keys(kind) if "rope_theta" in fields_read else set()))
-    config = kind(**values)
-
-    def key_of(field: str) -> str:
-        return keys.get(field, field)
-
-    for field, annotation in annotations(kind).items():
-        for rule in getattr(annotation, "__metadata__", ()):
-            problem = rule.problem(field, config, key_of) if isinstance(rule, Relation) else ""
-            if problem:
-                raise ValueError(f"config.json: {problem}")
-    return config
+    fields = read_fields(kind, hf, "", fields_read, {**if_missing, **if_null})
+    check_accepted(hf, accepted := ONLY | dict(accepted))
+    names = {x for name in annotations(kind) for x in (name, second_name(kind, name))}
+    known = {"model_type", *accepted, *ignored, *INERT, *names.difference(fields_read)}
+    known |= rope_keys(kind) if "rope_theta" in fields_read else set()
+    known |= {"quantization_config"} if {"packing", "mxfp4"} & {*fields_read} else set()
+    refuse_unknown(hf, known)
+    return kind(**fields)
 
 
 def read_fields(
@@ -124,14 +114,16 @@ def read_fields(
     if_missing: Mapping[str, Derive] = NOTHING,
 ) -> dict[str, Any]:
     """The fields of `kind`, from config.json or from the object in it that is called `where`."""
-    fields = dict(fields_read)
+    fields, keys = dict(fields_read), dict[str, str]()
     for name, annotation in annotations(kind).items():
         if name in fields_read:
             continue
         other = second_name(kind, name)
-        key = spelling(values, name, other)
+        key = keys[name] = spelling(values, name, other)
         if values.get(key) is not None:
             fields[name] = checked(values[key], annotation, where + key)
+            if name.startswith(("num_", "n_")) and fields[name] > MOST:
+                raise ValueError(f"config.json: {key}={fields[name]} is above {MOST}")
         elif name in if_missing:
             fields[name] = if_missing[name](fields)
         elif key in values:  # null
@@ -140,6 +132,12 @@ def read_fields(
             fields[name] = kind._field_defaults[name]  # type: ignore[attr-defined]
         else:
             raise missing(where + (name if name == other else f"{name} (or {other})"))
+    for name, annotation in annotations(kind).items():
+        for rule in getattr(annotation, "__metadata__", ()):
+            if isinstance(rule, Relation) and not rule.holds(fields[name], fields[rule.other]):
+                key, other = (keys.get(x, x) for x in (name, rule.other))
+                what = f"{show(values.get(key))} {rule.must} {other}={fields[rule.other]}"
+                raise ValueError(f"config.json: {where}{key}={what}")
     return fields
 
 
@@ -210,31 +208,31 @@ def same(a: Any, b: Any) -> bool:
 
 
 def checked(value: Any, annotation: Any, where: str) -> Any:
-    """`value` as the field's annotation wants it. ValueError if the rule does not accept it."""
+    """`value` as the field's annotation wants it. ValueError if that does not accept it."""
     origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        kind, rule = args[:2]
-        if not isinstance(rule, Rule):
-            return checked(value, kind, where)
-        if not rule.accepts(value):
-            raise ValueError(f"config.json: {where}={show(value)} must be {rule.must_be}")
-        return kind(value)
+    limits = args[1] if origin is Annotated and isinstance(args[1], range) else range(1, 2**31)
+    kind = args[0] if origin is Annotated else annotation
+    origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):  # of one kind and None
         kind = next(a for a in args if a is not type(None))
         return None if value is None else checked(value, kind, where)
+    must = ""
+    if kind is int and not (type(value) is int and value in limits):
+        what = "an even" if limits.step == 2 else "a whole"
+        must = f"be {what} number from {limits.start} to {limits.stop - 1}"
+    elif kind is float and not (type(value) in (int, float) and 0 < value < 3.4e38):
+        must = "be a number above 0"
+    elif kind is bool and type(value) is not bool:
+        must = "be true or false"
+    elif origin is tuple and not isinstance(value, list):
+        must = "be a list"
+    if must:
+        raise ValueError(f"config.json: {where}={show(value)} must {must}")
     if origin is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"config.json: {where}={show(value)} must be a list")
         return tuple(checked(x, args[0], f"{where}[{i}]") for i, x in enumerate(value))
-    if origin is Literal:
-        if not any(same(value, x) for x in args):
-            raise refusal(where, value, args)
-        return value
-    if annotation is bool:
-        if type(value) is not bool:
-            raise ValueError(f"config.json: {where}={show(value)} must be true or false")
-        return value
-    raise TypeError(f"no rule for {annotation}")
+    if origin is Literal and not any(same(value, x) for x in args):
+        raise refusal(where, value, args)
+    return kind(value) if kind in (int, float) else value
 
 
 # ---- parts of config.json that several families have

@@ -17,7 +17,6 @@ from common.config import (
     refuse_unknown,
     show,
 )
-from common.ranges import Count
 
 WHERE = "quantization_config."
 LINEAR = "Linear"  # the name of a class of modules: that of all matrices
@@ -193,7 +192,7 @@ def group_size(values: Mapping[str, Any], where: str = WHERE) -> int | None:
     size = values["group_size"]
     if type(size) is int and size == -1:
         return None
-    group: int = checked(size, Count, f"{where}group_size")
+    group: int = checked(size, int, f"{where}group_size")
     if group % 8:
         raise ValueError(f"config.json: {where}group_size={group} must be a multiple of 8")
     return group

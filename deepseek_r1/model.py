@@ -75,6 +75,7 @@ from common.cache import (
 )
 from common.config import SILU, is_fp8, read_config, read_rope
 from common.experts import group_by_expert, num_experts
+from common.fields import Even, Index, at_most, divides
 from common.kernels.decode_attention import FEW_QUERIES
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
@@ -82,7 +83,6 @@ from common.names import Dropped, Same, Table, fp8_table
 from common.packing import Packing, read_packing
 from common.products import embed_rows, headwise, linear
 from common.quant import FP8_BLOCK, Fp8, Matrix, out_features
-from common.ranges import Above1, AtLeast1, AtMost, Count, Even, GroupsOf, Index, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, P, Shards, round_up, split_heads
 from common.weights import array, bias, headwise_matrix, matrix, norm, specs_like, stack, vocab_rows
@@ -93,46 +93,46 @@ INNER_EPS = 1e-6  # of the norms inside attention: the published code ignores rm
 class Yarn(NamedTuple):
     """`rope_scaling` of type yarn."""
 
-    factor: AtLeast1
-    original_max_position_embeddings: Count
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    attention_factor: Positive | None = None  # multiplies cos and sin
-    mscale: Positive | None = None
-    mscale_all_dim: Positive | None = None
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # multiplies cos and sin
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
     truncate: bool = True
 
 
 class Config(NamedTuple):
     """The fields of config.json that shape the computation, under their published names."""
 
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count
-    num_hidden_layers: UpTo10K
-    num_attention_heads: UpTo10K
-    q_lora_rank: Count | None  # None: there is no wq_a, and wq is [N * H, D]
-    kv_lora_rank: Count
-    qk_nope_head_dim: Count
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int | None  # None: there is no wq_a, and wq is [N * H, D]
+    kv_lora_rank: int
+    qk_nope_head_dim: int
     qk_rope_head_dim: Even
-    v_head_dim: Count
-    rope_theta: Above1
+    v_head_dim: int
+    rope_theta: float
     rope_scaling: Yarn | None
-    n_routed_experts: UpTo10K
-    n_shared_experts: Count
-    num_experts_per_tok: Annotated[Count, AtMost("n_routed_experts")]
-    moe_intermediate_size: Count
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: Annotated[int, at_most("n_routed_experts")]
+    moe_intermediate_size: int
     first_k_dense_replace: Index  # how many layers come before the first with experts
-    n_group: Annotated[Count, GroupsOf("n_routed_experts", "topk_group", "num_experts_per_tok")]
-    topk_group: Count
+    n_group: Annotated[int, divides("n_routed_experts")]
+    topk_group: Annotated[int, at_most("n_group")]
     norm_topk_prob: bool
-    routed_scaling_factor: Positive
+    routed_scaling_factor: float
     scoring_func: Literal["sigmoid", "softmax"]  # DeepSeek V2: softmax, and no b_router
     fp8: bool  # quantization_config: the projections are published in 8-bit floats
     num_nextn_predict_layers: Index = 1  # extra layers that draft tokens; mtp.py loads them
-    rms_norm_eps: Positive = 1e-6
+    rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    max_position_embeddings: Count = 4096
+    max_position_embeddings: int = 4096
     packing: Packing | None = None  # quantization_config: how others quantised the matrices
 
 
@@ -551,29 +551,29 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     scoring = "softmax" if v2 else "sigmoid"
     # Refused: other router scores, another activation, biases, rotation of halves (i, i + R / 2),
     # dense layers among those with experts, other ways to choose experts; in V2, norm_topk_prob.
-    accepted = dict(scoring_func=scoring, hidden_act=SILU, attention_bias=False, mlp_bias=False)
-    accepted |= dict(rope_interleave=True, moe_layer_freq=1)
+    accepted: dict[str, Any] = dict(scoring_func=scoring, hidden_act=SILU)
+    accepted |= dict(attention_bias=False, mlp_bias=False, rope_interleave=True, moe_layer_freq=1)
+    accepted |= dict(num_key_value_heads=hf.get("num_attention_heads"))
     fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0)
     packing = read_packing(hf, others=("fp8",))
     fields |= dict(packing=packing, fp8=packing is None and is_fp8(hf, PROJECTIONS))
-    fields |= dict(scoring_func=scoring)
-    if v2:
-        accepted |= dict(norm_topk_prob=False, topk_method=("greedy", "group_limited_greedy"))
-        fields |= dict(num_nextn_predict_layers=0)
-        if hf.get("topk_method", "greedy") == "greedy":
-            fields |= dict(n_group=1, topk_group=1)
-    else:
-        accepted |= dict(topk_method="noaux_tc")
-    return read_config(
+    fields |= dict(scoring_func=scoring) | (dict(num_nextn_predict_layers=0) if v2 else {})
+    methods = ("greedy", "group_limited_greedy") if v2 else "noaux_tc"
+    accepted |= dict(topk_method=methods) | (dict(norm_topk_prob=False) if v2 else {})
+    if v2 and hf.get("topk_method", "greedy") == "greedy":
+        fields |= dict(n_group=1, topk_group=1)
+    config: Config = read_config(
         Config,
         hf,
         model_types=("deepseek_v3", "deepseek_v2"),
         fields_read=fields,
-        keys_read=("quantization_config", "n_group", "topk_group"),
         accepted=accepted,
-        must_equal=dict(num_key_value_heads="num_attention_heads", head_dim="qk_rope_head_dim"),
-        ignored=("aux_loss_alpha", "ep_size", "qk_head_dim", "seq_aux"),
+        ignored="aux_loss_alpha ep_size head_dim n_group qk_head_dim seq_aux topk_group".split(),
     )
+    kept = config.topk_group * (config.n_routed_experts // config.n_group)
+    if kept < config.num_experts_per_tok:
+        raise ValueError(f"config.json: topk_group={config.topk_group} has only {kept} experts")
+    return config
 
 
 # Slots are split over `data`, and the cache of each layer also over `tensor`, by positions.

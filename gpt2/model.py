@@ -49,7 +49,6 @@ from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.names import Order, Same, Table
 from common.products import embed_rows, linear
 from common.quant import Matrix, Transposed, out_features
-from common.ranges import Count, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, MODEL, UNSPLIT, P, Shards, round_up, split_fused, split_heads
 from common.weights import array, bias, matrix, norm, specs_like, vocab_rows
@@ -58,14 +57,14 @@ from common.weights import array, bias, matrix, norm, specs_like, vocab_rows
 class Config(NamedTuple):
     """The fields of config.json that shape the computation, with GPT-2's own names in quotes."""
 
-    vocab_size: Count
-    hidden_size: Annotated[Count, "n_embd"]
-    intermediate_size: Annotated[Count, "n_inner"]  # 4 n_embd if missing or null
-    num_hidden_layers: Annotated[UpTo10K, "n_layer"]
-    num_attention_heads: Annotated[UpTo10K, "n_head"]
-    head_dim: Count  # n_embd / n_head
-    max_position_embeddings: Annotated[Count, "n_positions"]
-    layer_norm_epsilon: Positive = 1e-5
+    vocab_size: int
+    hidden_size: Annotated[int, "n_embd"]
+    intermediate_size: Annotated[int, "n_inner"]  # 4 n_embd if missing or null
+    num_hidden_layers: Annotated[int, "n_layer"]
+    num_attention_heads: Annotated[int, "n_head"]
+    head_dim: int  # n_embd / n_head
+    max_position_embeddings: Annotated[int, "n_positions"]
+    layer_norm_epsilon: float = 1e-5
 
 
 class Layer(NamedTuple):

@@ -52,12 +52,12 @@ from jax.typing import DTypeLike
 from common.cache import LayerCache, append, attend, capacity_of, copy_slots, empty_cache
 from common.config import SILU, is_published_in, read_config, read_rope
 from common.experts import group_by_expert, num_experts
+from common.fields import Even, at_most, divides, one_each
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Axes, Order, Same, Table
 from common.products import embed_rows, linear
 from common.quant import MXFP4_GROUP, Matrix, Mxfp4, out_features
-from common.ranges import Above1, AtLeast1, AtMost, Count, Divides, Even, OneEach, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, P, Shards, round_up, split_heads
 from common.weights import array, bias, matrix, norm, specs_like, stack, vocab_rows
@@ -69,35 +69,35 @@ LayerType = Literal["sliding_attention", "full_attention"]
 class Yarn(NamedTuple):
     """`rope_scaling` of type yarn."""
 
-    factor: AtLeast1
-    original_max_position_embeddings: Count
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    attention_factor: Positive | None = None  # multiplies cos and sin
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # multiplies cos and sin
     truncate: bool = True
 
 
 class Config(NamedTuple):
     """The fields of config.json that shape the computation, under their published names."""
 
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count
-    num_hidden_layers: UpTo10K
-    num_attention_heads: UpTo10K
-    num_key_value_heads: Annotated[UpTo10K, Divides("num_attention_heads")]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: Annotated[int, divides("num_attention_heads")]
     head_dim: Even
-    rope_theta: Above1
+    rope_theta: float
     rope_scaling: Yarn | None
-    layer_types: Annotated[tuple[LayerType, ...], OneEach("num_hidden_layers")]
-    sliding_window: Count
-    num_local_experts: Annotated[UpTo10K, "num_experts"]
-    num_experts_per_tok: Annotated[Count, AtMost("num_local_experts")]
-    swiglu_limit: Positive
+    layer_types: Annotated[tuple[LayerType, ...], one_each("num_hidden_layers")]
+    sliding_window: int
+    num_local_experts: Annotated[int, "num_experts"]
+    num_experts_per_tok: Annotated[int, at_most("num_local_experts")]
+    swiglu_limit: float
     mxfp4: bool  # quantization_config: the experts are published in 4 bits
-    rms_norm_eps: Positive = 1e-5
+    rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
-    max_position_embeddings: Count = 131072
+    max_position_embeddings: int = 131072
 
 
 class Experts(NamedTuple):
@@ -414,17 +414,16 @@ DEFAULT_ROPE = dict(
 def config_from_hf(hf: dict[str, Any]) -> Config:
     """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
     mxfp4 = is_published_in("mxfp4", hf, ignored=("modules_to_not_convert",))
+    same = dict(experts_per_token=hf.get("num_experts_per_tok"))
     rope = read_rope(Config, hf, {"yarn": Yarn}, theta=150000.0, default=DEFAULT_ROPE)
     return read_config(
         Config,
         hf,
         model_types=("gpt_oss",),
         fields_read=rope | dict(mxfp4=mxfp4),
-        keys_read=("quantization_config",),
         # Refused: projections without biases, another activation, another alpha. (Published files
         # say silu, although the experts compute swiglu.)
-        accepted=dict(hidden_act=SILU, attention_bias=True, swiglu_alpha=SWIGLU_ALPHA),
-        must_equal=dict(experts_per_token="num_experts_per_tok"),
+        accepted=dict(hidden_act=SILU, attention_bias=True, swiglu_alpha=SWIGLU_ALPHA) | same,
         ignored=("initial_context_length",),
     )
 

@@ -77,6 +77,7 @@ from common.cache import (
 )
 from common.config import SILU, is_fp8, read_config, read_rope
 from common.experts import group_by_expert, num_experts
+from common.fields import Even, Index, at_most
 from common.kernels.decode_attention import FEW_QUERIES
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
@@ -84,7 +85,6 @@ from common.names import Same, Table, fp8_table
 from common.packing import Packing, read_packing
 from common.products import embed_rows, headwise, linear
 from common.quant import FP8_BLOCK, Fp8, Matrix, out_features
-from common.ranges import Above1, AtLeast1, AtMost, Count, Even, Index, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, P, Shards, round_up, split_heads
 from common.weights import array, bias, headwise_matrix, matrix, norm, specs_like, stack, vocab_rows
@@ -95,42 +95,42 @@ INNER_EPS = 1e-6  # of the norms inside attention: the published code ignores rm
 class Yarn(NamedTuple):
     """`rope_scaling` of type yarn."""
 
-    factor: AtLeast1
-    original_max_position_embeddings: Count
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    attention_factor: Positive | None = None  # multiplies cos and sin
-    mscale: Positive | None = None
-    mscale_all_dim: Positive | None = None
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # multiplies cos and sin
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
     truncate: bool = True
 
 
 class Config(NamedTuple):
     """The fields of config.json that shape the computation, under their published names."""
 
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count
-    num_hidden_layers: UpTo10K
-    num_attention_heads: UpTo10K
-    q_lora_rank: Count | None  # None: there is no wq_a, and wq is [N * H, D]
-    kv_lora_rank: Count
-    qk_nope_head_dim: Count
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int | None  # None: there is no wq_a, and wq is [N * H, D]
+    kv_lora_rank: int
+    qk_nope_head_dim: int
     qk_rope_head_dim: Even
-    v_head_dim: Count
-    rope_theta: Above1
+    v_head_dim: int
+    rope_theta: float
     rope_scaling: Yarn | None
-    n_routed_experts: UpTo10K
-    n_shared_experts: Count
-    num_experts_per_tok: Annotated[Count, AtMost("n_routed_experts")]
-    moe_intermediate_size: Count
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: Annotated[int, at_most("n_routed_experts")]
+    moe_intermediate_size: int
     first_k_dense_replace: Index  # how many layers come before the first with experts
     norm_topk_prob: bool
-    routed_scaling_factor: Positive
+    routed_scaling_factor: float
     fp8: bool  # quantization_config: the projections are published in 8-bit floats
-    rms_norm_eps: Positive = 1e-6
+    rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    max_position_embeddings: Count = 4096
+    max_position_embeddings: int = 4096
     packing: Packing | None = None  # quantization_config: how others quantised the matrices
 
 
@@ -535,6 +535,7 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     # draft tokens (num_nextn_predict_layers).
     accepted = dict(scoring_func="sigmoid", topk_method="noaux_tc", n_group=1, topk_group=1)
     accepted |= dict(hidden_act=SILU, attention_bias=False, moe_layer_freq=1)
+    accepted |= dict(num_key_value_heads=hf.get("num_attention_heads"))
     fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0)
     packing = read_packing(hf, others=("fp8",))
     fields |= dict(packing=packing, fp8=packing is None and is_fp8(hf, PROJECTIONS))
@@ -543,9 +544,7 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
         hf,
         model_types=("kimi_k2",),
         fields_read=fields,
-        keys_read=("quantization_config",),
         accepted=accepted | dict(num_nextn_predict_layers=0),
-        must_equal=dict(num_key_value_heads="num_attention_heads"),
         ignored=("aux_loss_alpha", "ep_size", "seq_aux"),
     )
 

@@ -41,12 +41,12 @@ from jax.typing import DTypeLike
 
 from common.cache import LayerCache, append, attend, capacity_of, copy_slots, empty_cache
 from common.config import SILU, all_heads, head_dim, read_config, read_rope
+from common.fields import Even, divides
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.names import Order, Same, Table
 from common.packing import Packing, read_packing
 from common.products import embed_rows, linear
 from common.quant import Matrix, out_features
-from common.ranges import Above1, AtLeast1, Count, Divides, Even, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, MODEL, UNSPLIT, P, Shards, round_up, split_heads
 from common.weights import matrix, norm, specs_like, vocab_rows
@@ -55,27 +55,27 @@ from common.weights import matrix, norm, specs_like, vocab_rows
 class RopeScaling(NamedTuple):
     """`rope_scaling` of type llama3."""
 
-    factor: AtLeast1
-    low_freq_factor: Positive
-    high_freq_factor: Positive
-    original_max_position_embeddings: Count
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
 
 class Config(NamedTuple):
     """The fields of config.json that shape the computation, under their published names."""
 
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count
-    num_hidden_layers: UpTo10K
-    num_attention_heads: UpTo10K
-    num_key_value_heads: Annotated[UpTo10K, Divides("num_attention_heads")]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: Annotated[int, divides("num_attention_heads")]
     head_dim: Even
-    rope_theta: Above1
+    rope_theta: float
     rope_scaling: RopeScaling | None
-    rms_norm_eps: Positive = 1e-6
+    rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    max_position_embeddings: Count = 2048
+    max_position_embeddings: int = 2048
     packing: Packing | None = None  # quantization_config: how others quantised the matrices
 
 
@@ -303,7 +303,6 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
         hf,
         model_types=("llama",),
         fields_read=fields | dict(packing=read_packing(hf)),
-        keys_read=("quantization_config",),
         if_missing=dict(num_key_value_heads=all_heads, head_dim=head_dim),
         accepted=dict(  # Other values are refused. They would mean:
             hidden_act=SILU,  # another activation in the MLP

@@ -53,13 +53,13 @@ from jax.typing import DTypeLike
 from common.cache import LayerCache, append, attend, capacity_of, copy_slots, empty_cache
 from common.config import SILU, all_heads, head_dim, read_config, read_rope, show, text_config
 from common.experts import group_by_expert, num_experts
+from common.fields import Even, Index, at_most, divides
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Axes, Order, Same, Table
 from common.packing import Packing, read_packing
 from common.products import embed_rows, linear
 from common.quant import Matrix, out_features
-from common.ranges import Above1, AtLeast1, AtMost, Count, Divides, Even, Index, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import (
     DATA,
@@ -79,40 +79,40 @@ from common.weights import array, matrix, norm, specs_like, stack, vocab_rows
 class RopeScaling(NamedTuple):
     """`rope_scaling` of type llama3."""
 
-    factor: AtLeast1
-    low_freq_factor: Positive
-    high_freq_factor: Positive
-    original_max_position_embeddings: Count
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
 
 class Config(NamedTuple):
     """The fields of config.json that shape the computation, under their published names."""
 
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count  # of an expert
-    intermediate_size_mlp: Count  # of the MLP in a layer without experts
-    num_hidden_layers: UpTo10K
-    num_attention_heads: UpTo10K
-    num_key_value_heads: Annotated[UpTo10K, Divides("num_attention_heads")]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of an expert
+    intermediate_size_mlp: int  # of the MLP in a layer without experts
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: Annotated[int, divides("num_attention_heads")]
     head_dim: Even
-    rope_theta: Above1
+    rope_theta: float
     rope_scaling: RopeScaling | None
-    num_local_experts: UpTo10K
-    num_experts_per_tok: Annotated[Count, AtMost("num_local_experts")]
+    num_local_experts: int
+    num_experts_per_tok: Annotated[int, at_most("num_local_experts")]
     multimodal: bool  # there is a vision tower too, and the text model's names have a prefix
     moe_layers: tuple[Index, ...] | None = None  # None: every interleave_moe_layer_step-th
-    interleave_moe_layer_step: Count = 1
+    interleave_moe_layer_step: int = 1
     no_rope_layers: tuple[Literal[0, 1], ...] = ()  # 1: a rotary layer; if (), the interval decides
-    no_rope_layer_interval: Count = 4  # the last layer of each interval is not rotary
+    no_rope_layer_interval: int = 4  # the last layer of each interval is not rotary
     use_qk_norm: bool = True
-    attention_chunk_size: Count = 8192
+    attention_chunk_size: int = 8192
     attn_temperature_tuning: bool = True
-    floor_scale: Count = 8192
-    attn_scale: Positive = 0.1
-    rms_norm_eps: Positive = 1e-5
+    floor_scale: int = 8192
+    attn_scale: float = 0.1
+    rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
-    max_position_embeddings: Count = 131072
+    max_position_embeddings: int = 131072
     packing: Packing | None = None  # quantization_config: how others quantised the matrices
 
 
@@ -436,10 +436,9 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
         model_types=("llama4_text", "llama4"),
         fields_read=read_rope(Config, text, {"llama3": RopeScaling}, theta=500000.0)
         | dict(multimodal=multimodal, packing=read_packing(hf)),
-        keys_read=("layer_types", "quantization_config"),
         if_null=dict(num_key_value_heads=all_heads, head_dim=head_dim) | nothing,
         accepted=accepted,
-        ignored=("cache_implementation", "for_llm_compressor", "router_jitter_noise"),
+        ignored="cache_implementation for_llm_compressor layer_types router_jitter_noise".split(),
     )
     layers = range(config.num_hidden_layers)
     if config.no_rope_layers and len(config.no_rope_layers) != len(layers):

@@ -52,13 +52,13 @@ from jax.typing import DTypeLike
 from common.cache import LayerCache, append, attend, capacity_of, copy_slots, empty_cache
 from common.config import SILU, all_heads, head_dim, is_fp8, read_config, read_rope, show
 from common.experts import group_by_expert, num_experts
+from common.fields import Even, Index, at_most, divides
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Order, Same, Table, fp8_table
 from common.packing import Packing, read_packing
 from common.products import embed_rows, linear
 from common.quant import FP8_BLOCK, Fp8, Matrix, out_features
-from common.ranges import Above1, AtLeast1, AtMost, Count, Divides, Even, Index, Positive, UpTo10K
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, P, Shards, round_up, split_heads
 from common.weights import array, bias, matrix, norm, specs_like, stack, vocab_rows
@@ -67,37 +67,37 @@ from common.weights import array, bias, matrix, norm, specs_like, stack, vocab_r
 class Yarn(NamedTuple):
     """`rope_scaling` of type yarn."""
 
-    factor: AtLeast1
-    original_max_position_embeddings: Count
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    attention_factor: Positive | None = None  # multiplies cos and sin
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # multiplies cos and sin
     truncate: bool = True
 
 
 class Config(NamedTuple):
     """The fields of config.json that shape the computation, under their published names."""
 
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count
-    num_hidden_layers: UpTo10K
-    num_attention_heads: UpTo10K
-    num_key_value_heads: Annotated[UpTo10K, Divides("num_attention_heads")]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: Annotated[int, divides("num_attention_heads")]
     head_dim: Even
-    rope_theta: Above1
+    rope_theta: float
     rope_scaling: Yarn | None
-    num_experts: Annotated[UpTo10K, "num_local_experts"]  # 0 in a dense model
-    num_experts_per_tok: Annotated[Count, AtMost("num_experts")]
-    moe_intermediate_size: Count
-    decoder_sparse_step: Count
+    num_experts: Annotated[int, "num_local_experts"]  # 0 in a dense model
+    num_experts_per_tok: Annotated[int, at_most("num_experts")]
+    moe_intermediate_size: int
+    decoder_sparse_step: int
     norm_topk_prob: bool
     qwen2: bool  # model_type: biases on q, k and v, and no norms of q and k
     fp8: bool  # quantization_config: the projections are published in 8-bit floats
     mlp_only_layers: tuple[Index, ...] = ()
-    rms_norm_eps: Positive = 1e-6
+    rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    max_position_embeddings: Count = 32768
+    max_position_embeddings: int = 32768
     packing: Packing | None = None  # quantization_config: how others quantised the matrices
 
 
@@ -424,11 +424,10 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
         hf,
         model_types=("qwen2", "qwen3", "qwen3_moe"),
         fields_read=fields,
-        keys_read=("quantization_config", "layer_types", "max_window_layers"),
         if_missing=dict(head_dim=head_dim) if qwen2 else {},
         if_null=heads if dense else layers,
         accepted=accepted | dict(shared_expert_intermediate_size=0, use_sliding_window=windows),
-        ignored=("sliding_window",),
+        ignored=("layer_types", "max_window_layers", "sliding_window"),
     )
 
 

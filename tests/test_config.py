@@ -9,8 +9,8 @@ from engine import hf_config, model_of
 from families import FAMILIES
 
 from common.config import read_config, read_rope
+from common.fields import Even, at_most, divides, one_each
 from common.loading.shape import published_sizes
-from common.ranges import Above1, AtMost, Count, Fraction, GroupsOf
 
 VARIANTS = {family: facts.precise[0] for family, facts in FAMILIES.items()}
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
@@ -218,15 +218,17 @@ def test_more_layers_or_heads_than_memory_holds_are_refused(key):
 
 
 class Forked(NamedTuple):
-    rope_theta: Above1
-    partial_rotary_factor: Fraction
-    expert_count: Annotated[Count, "n_expert"]
-    chosen: Annotated[Count, "top_k", AtMost("expert_count")]
-    group_count: Annotated[Count, "n_group", GroupsOf("expert_count", "kept", "chosen")]
-    kept: Annotated[Count, "topk_group"]
+    rope_theta: float
+    partial_rotary_factor: float
+    width: Even
+    expert_count: Annotated[int, "n_expert"]
+    chosen: Annotated[int, "top_k", at_most("expert_count")]
+    group_count: Annotated[int, "n_group", divides("expert_count")]
+    kinds: Annotated[tuple[bool, ...], one_each("group_count")]
 
 
-FORKED: dict[str, Any] = dict(model_type="forked", n_expert=12, n_group=3, topk_group=2, top_k=4)
+FORKED: dict[str, Any] = dict(model_type="forked", n_expert=12, n_group=3, top_k=4, width=6)
+FORKED |= dict(kinds=[True, False, True])
 
 
 def fork(**changes: Any) -> Any:
@@ -252,11 +254,14 @@ def test_nonsense_beside_rope_parameters_is_refused_though_they_win(inside, key,
 @pytest.mark.parametrize(
     "changes, named",
     [
-        (dict(n_group=5), "n_group=5"),
-        (dict(topk_group=4), "topk_group=4 of n_group=3"),
-        (dict(top_k=13), "top_k=13 is above n_expert=12"),
+        (dict(n_group=5), "n_group=5 must divide n_expert=12"),
+        (dict(top_k=13), "top_k=13 must be at most n_expert=12"),
+        (dict(kinds=[True]), r"kinds=\[True\] must have as many entries as n_group=3"),
+        (dict(width=7), "width=7 must be an even number from 2"),
+        (dict(width=6.0), "width=6.0 must be an even number"),
+        (dict(kinds=[1, 0, 1]), r"kinds\[0\]=1 must be true or false"),
     ],
 )
-def test_a_relation_that_fails_names_the_keys_of_the_file(changes, named):
+def test_what_a_field_may_not_be_is_said_with_the_keys_of_the_file(changes, named):
     with pytest.raises(ValueError, match=named):
         fork(**changes)
