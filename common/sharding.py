@@ -20,7 +20,8 @@ P: Any = PartitionSpec  # as Any, because specs take the place of arrays in type
 def make_mesh(
     data: int = 1, expert: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """A mesh over the first data * expert * tensor devices. ValueError if there are fewer."""
+    """A mesh over the first data * expert * tensor devices. ValueError if there are fewer, or if
+    one of several processes has none of them: it could not follow the others."""
     devices = jax.devices() if devices is None else devices
     need = data * expert * tensor
     if min(data, expert, tensor) < 1:
@@ -33,7 +34,13 @@ def make_mesh(
             f"but only {len(devices)} are available"
         )
     grid = np.array(devices[:need]).reshape(data, expert, tensor)
-    return Mesh(grid, (DATA, *MODEL), axis_types=(AxisType.Auto,) * 3)
+    mesh = Mesh(grid, (DATA, *MODEL), axis_types=(AxisType.Auto,) * 3)
+    if len({device.process_index for device in grid.flat}) < jax.process_count():
+        raise ValueError(
+            f"the mesh {axes_of(mesh)} leaves a process without work: give a --mesh of all "
+            f"{len(devices)} devices"
+        )
+    return mesh
 
 
 def parse_mesh(text: str) -> dict[str, int]:

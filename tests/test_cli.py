@@ -152,7 +152,6 @@ def test_a_second_run_finds_its_programs_compiled(tmp_path):
         assert done.returncode == 0, done.stderr
         return [int(x) for x in done.stdout.split()[-2:]]
 
-    assert hits_and_misses("--no-compile-cache") == [0, 0]
     hits, misses = hits_and_misses()
     assert hits == 0 and misses > 2
     assert hits_and_misses() == [misses, 0]
@@ -177,7 +176,7 @@ def test_on_cpu_a_run_does_not_wait_for_the_kernels_of_other_platforms():
 
 @pytest.mark.full
 def test_a_profile_is_written_by_a_user_who_has_set_nothing(tmp_path):
-    """libtpu is installed with the tests. Without a TPU, it must stay silent and not crash."""
+    """libtpu is installed with the tests. Without a TPU, it must not crash the profiler."""
     set_here = ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY")
     done = subprocess.run(
         [sys.executable, "-m", "llama3.main", "--max-new-tokens", "4", "--profile", str(tmp_path)],
@@ -188,9 +187,8 @@ def test_a_profile_is_written_by_a_user_who_has_set_nothing(tmp_path):
         env={k: v for k, v in ENVIRONMENT.items() if k not in set_here},
         timeout=300,
     )
-    assert done.returncode == 0 and done.stderr.count("\n") == 2, done.stderr
-    (trace,) = re.findall(r"\[profile: open (\S+) at https://ui.perfetto.dev\]", done.stderr)
-    assert Path(trace).is_file() and trace.endswith(".trace.json.gz")
+    assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
+    assert [*tmp_path.glob("**/*.trace.json.gz")]
 
 
 @pytest.mark.full
@@ -273,8 +271,8 @@ def test_help_names_every_option_and_gives_examples(capsys):
     assert stop.value.code == 0
     options = "ckpt revision prompt prompts chat system raw max-new-tokens temperature top-k top-p"
     options += (
-        " min-p seed max-len slots dtype quant kv-quant mesh random json profile no-compile-cache"
-        " distributed coordinator process join-timeout"
+        " min-p seed max-len slots dtype quant kv-quant mesh random json profile"
+        " distributed coordinator process"
     )
     assert all(f"--{name}" in text for name in options.split())
     assert "examples:" in text
@@ -286,7 +284,7 @@ def test_what_the_devices_refuse_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "run", run)
     with pytest.raises(SystemExit, match="2"):
-        cli.main(model, [])
+        cli.main(model, ["--prompt", "x"])
     assert capsys.readouterr().err == "error: RESOURCE_EXHAUSTED: Out of memory\n"
 
 
@@ -317,36 +315,36 @@ def test_more_than_the_memory_of_a_device_is_refused(monkeypatch):
         (["--draft", "nowhere"], "--draft nowhere: 'nowhere' is neither a directory nor a hub id"),
         (["--draft", "nobody:nowhere"], "--draft nobody:nowhere: there is no nobody/model.py"),
         (["--draft", str(EMBEDDED / "../../gpt2/embedded")], "model_type"),
-        (["--draft-tokens", "2"], "--draft-tokens goes with --draft lookup, auto, or a model"),
+        (["--draft-tokens", "2"], "--draft-tokens goes with --draft only"),
         (["--draft", f".:{EMBEDDED}"], "there is no ./model.py"),
-        (
-            ["--draft", "lookup", "--draft-tokens", "33"],
-            "--draft-tokens must be at most 32, got 33",
-        ),
-        (["--keep", "-1"], "--keep must be at least 0, got -1"),
-        (["--keep-host", "inf"], "--keep-host must be at most 1000000000, got inf"),
+        (["--draft", "lookup", "--draft-tokens", "33"], "must be at most 32, got 33"),
+        (["--keep", "-1"], "argument --keep: must be at least 0, got -1"),
+        (["--keep-host", "inf"], "argument --keep-host: must be at most 1000000000000, got inf"),
+        (["--process", "2/2"], "'2/2': expected I/N, from 0/N to N-1/N"),
         (["--mesh", "tensor=64"], "needs 64 devices, but only"),
         (
             ["--mesh", "tensor=8"],
             "over expert * tensor = 8 devices, but the model has only 4 query heads",
         ),
         (["--slots", "3", "--mesh", "data=2"], "--slots 3 cannot be split evenly over data=2"),
-        (["--slots", "0"], "--slots 0: must be at least 1"),
+        (["--slots", "0"], "argument --slots: must be at least 1, got 0"),
         (["--ckpt", "/nowhere/at/all"], "neither a directory nor a hub id"),
         (["--ckpt", "no-such-org/no-such-model"], "no-such-org/no-such-model"),
         (["--ckpt", str(ROOT / "tests")], "config.json is missing in"),
         (["--prompts", "/nowhere.txt"], "/nowhere.txt"),
         (["--prompt", LONG], "tokens, but the model's context has 512"),
         (["--prompt", "prologue " * 60, "--max-len", "64"], "over the cache's 64 (see --max-len)"),
-        (["--max-len", "4096"], "--max-len 4096 is not between 1 and the model's"),
-        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
+        (["--max-len", "4096"], "--max-len 4096 is above max_position_embeddings, 512"),
+        (["--max-new-tokens", "0"], "argument --max-new-tokens: must be at least 1, got 0"),
         (["--temperature", "-1"], "temperature must be finite and >= 0, got -1.0"),
         (["--top-k", "-1"], "top_k must be"),
         (["--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
         (["--min-p", "1"], "min_p must be in [0, 1), got 1.0"),
-        (["--seed", "-1"], "--seed -1 is not in [0, 2**32)"),
+        (["--seed", "-1"], "argument --seed: must be at least 0, got -1"),
         (["--chat"], "--chat needs a checkpoint with a chat template"),
-        (["--chat", "--json"], "--chat reads standard input"),
+        (["--chat", "--json"], "--json does not go with --chat"),
+        (["--serve", "--top-k", "3"], "--top-k does not go with --serve"),
+        (["--queue", "3"], "--queue goes with --serve only"),
         (["--system", "Be brief."], "--system needs a chat template"),
         (["--ckpt", "llama9-1b", "--random"], "a directory, nor one of llama3.2-1b, llama3.2-3b"),
         (["--mesh", "tensor=1000000"], "at most 5 digits"),
@@ -354,16 +352,13 @@ def test_more_than_the_memory_of_a_device_is_refused(monkeypatch):
         (["--mesh", "tensor=99999"], "needs 99999 devices, but only"),
         (["--mesh", "data=99999,expert=99999,tensor=99999"], "devices, but only"),
         (["--slots", str(10**12)], f"and {10**12} slots of 512 positions "),
-        (["--slots", str(10**30)], f"and {10**30} slots of 512 positions "),
-        (["--profile", "/dev/null/trace"], "Not a directory: '/dev/null/trace'"),
-        (["--profile", str(ROOT / "README.md")], "README.md is a file, not a directory"),
         (["--ckpt", "absent.gguf"], "absent.gguf: GGUF files are not read"),
         (["--ckpt", str(ROOT / "qwen3" / "embedded")], "run it with python -m qwen3.main"),
         (["--ckpt", "a" * 5000], " [...] "),
-        (["--revision", "main"], "--revision goes with a --ckpt of the hub only"),
+        (["--revision", "main"], "--revision goes with --ckpt only"),
         (["--ckpt", str(EMBEDDED), "--revision", "x"], "is a local directory and has no revision"),
         (["--ckpt", "llama3.2-1b", "--random", "--revision", "x"], "has no revision 'x'"),
-        (["--show-analysis"], "--show-analysis: this model does not answer in channels"),
+        (["--show-analysis"], "--show-analysis: no channels in this model's answers"),
         (["--prompts", str(EMBEDDED)], "Is a directory"),
         (["--prompts", str(EMBEDDED / "model.safetensors")], "model.safetensors is not UTF-8 text"),
     ],
@@ -373,7 +368,7 @@ def test_bad_input_gets_one_line_before_any_weight_is_read(args, message, capsys
     monkeypatch.setattr(cli, "read_weights", lambda *_: pytest.fail("weights were loaded first"))
     monkeypatch.setattr("sys.stdin", io.StringIO("a prompt"))
     with pytest.raises(SystemExit) as stop:
-        cli.main(model, ["--no-compile-cache", *args])
+        cli.main(model, args)
     captured = capsys.readouterr()
     assert stop.value.code == 2
     assert captured.out == ""
@@ -381,21 +376,11 @@ def test_bad_input_gets_one_line_before_any_weight_is_read(args, message, capsys
     assert message in captured.err and len(captured.err) < 1000
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    "name, value, message",
-    [
-        ("XLA_FLAGS", "--xla_bogus=1", "Unknown flag in XLA_FLAGS: --xla_bogus=1"),
-        ("XLA_FLAGS", "--xla_force_host_platform_device_count=x", "XLA_FLAGS: Couldn't interpret"),
-        ("JAX_DEFAULT_MATMUL_PRECISION", "bogus", "jax_default_matmul_precision"),
-        ("JAX_ENABLE_X64", "maybe", "JAX_ENABLE_X64"),
-    ],
-)
-def test_a_variable_that_jax_does_not_take_gets_one_line(name, value, message, run):
-    done = run("--prompt", "x", check=False, **{name: value})
+def test_a_variable_that_jax_does_not_take_gets_one_line(run):
+    done = run("--prompt", "x", check=False, JAX_DEFAULT_MATMUL_PRECISION="bogus")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert message in done.stderr
+    assert "jax_default_matmul_precision" in done.stderr
 
 
 @pytest.mark.full
@@ -407,13 +392,10 @@ def test_seeds_start_over_after_the_last(run):
 
 
 @pytest.mark.full
-def test_it_is_said_that_a_slot_was_full_or_that_slots_stay_empty(run):
+def test_it_is_said_that_a_slot_was_full(run):
     """It is not said that --max-new-tokens ended a reply."""
-    done = run("--prompt", "KING.", "--max-len", "9", "--slots", "3", "--max-new-tokens", "99")
-    assert done.stderr.splitlines()[:-1] == [
-        "[3 slots for 1 prompt: empty slots are computed too, fewer are faster]",
-        "[the reply ends here: its slot is full (see --max-len)]",
-    ]
+    done = run("--prompt", "KING.", "--max-len", "9", "--max-new-tokens", "99")
+    assert done.stderr.startswith("[the reply ends here: its slot is full (see --max-len)]\n")
     assert len(run("--prompt", "KING.", "--max-new-tokens", "4").stderr.splitlines()) == 1
 
 
@@ -442,7 +424,7 @@ def test_a_config_of_impossible_sizes_gets_one_line(name, size, capsys, monkeypa
         return  # None means that other fields decide
     began = time.monotonic()
     with pytest.raises(SystemExit) as stop:
-        cli.main(model, ["--no-compile-cache", "--random", "--ckpt", str(file), "--prompt", "x"])
+        cli.main(model, ["--random", "--ckpt", str(file), "--prompt", "x"])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and time.monotonic() - began < 10
     assert error.startswith("error: ") and error.count("\n") == 1 and len(error) < 400, error
@@ -452,7 +434,7 @@ def test_a_config_that_is_a_list_gets_one_line(capsys, tmp_path):
     file = tmp_path / "shape.json"
     file.write_text("[1]")
     with pytest.raises(SystemExit) as stop:
-        cli.main(model, ["--no-compile-cache", "--random", "--ckpt", str(file), "--prompt", "x"])
+        cli.main(model, ["--random", "--ckpt", str(file), "--prompt", "x"])
     assert stop.value.code == 2
     what = f"error: {file} does not hold a JSON object, but a list\n"
     assert capsys.readouterr().err == what

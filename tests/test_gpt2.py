@@ -167,7 +167,7 @@ def test_text_is_tokens_without_a_beginning_and_ends_at_endoftext(tmp_path):
 def test_a_prompt_longer_than_the_table_of_positions_is_refused_in_a_sentence(capsys):
     positions = read_json(EMBEDDED / "config.json")["n_positions"]
     with pytest.raises(SystemExit) as end:
-        cli.main(model, ["--no-compile-cache", "--prompt", SPEECH * (positions // 10)])
+        cli.main(model, ["--prompt", SPEECH * (positions // 10)])
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert f"tokens, but the model's context has {positions}" in error and error.count("\n") == 1

@@ -749,7 +749,7 @@ def refused_start(capsys, monkeypatch):
         with monkeypatch.context() as context, pytest.raises(SystemExit) as stop:
             for name, value in variables.items():
                 context.setenv(name, value)
-            cli.main(llama3, ["--no-compile-cache", *options])
+            cli.main(llama3, options)
         told = capsys.readouterr()
         assert (stop.value.code, told.out, told.err.count("\n")) == (2, "", 1)
         return told.err

@@ -1,7 +1,7 @@
-"""The command line that every family has. `arguments` declares its options. `cli` checks their
-values, loads and runs, in this order. `converse` prints replies and conversations, and `dryrun`
-prints dry runs. `environment` prepares the standard streams and JAX's settings, `programs` keeps
-compiled programs between runs, and `memory` checks whether a model fits.
+"""The command line that every family has. `arguments` declares its options and checks whether they
+go together. `cli` opens a model, loads and runs it. `converse` prints replies and conversations,
+and `dryrun` prints dry runs. `environment` makes JAX's settings, and `memory` checks whether a
+model fits.
 
 Imports everything; only a family's `main.py` imports it. To start, read `run` in `cli.py`.
 """

@@ -1,11 +1,11 @@
 """The options of every model's command line."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from common.kernels.dispatch import Impl
 from common.quant import storage_named
 from common.serving.session import DRAFT_TOKENS
 
@@ -19,6 +19,25 @@ examples:
   python -m {name}.main --ckpt DIR_OR_HUB_ID --quant int8 --kv-quant int8 --mesh expert=4,tensor=2
   python -m {name}.main --ckpt DIR_OR_HUB_ID --quant int8 --dry-run v5e:4x4 v5e:8x8
 """
+MOST_DRAFTS = 32  # a step samples each of them by code of its own, which takes long to compile
+# Options that mean something with another one alone, and those that mean nothing with it.
+ONLY_WITH = dict(
+    serve=("api_key", "queue", "grace", "allow_origin"),
+    dry_run=("layers", "prompt_tokens"),
+    ckpt=("revision",),
+    draft=("draft_tokens",),
+)
+NOT_WITH = dict(
+    chat=("json", "raw", "prompt", "prompts"),
+    serve=(
+        *("chat", "prompt", "prompts", "system", "stop", "raw", "json", "show_analysis"),
+        *("temperature", "top_k", "top_p", "min_p", "max_new_tokens"),  # which the requests say
+    ),
+    dry_run=(
+        *("chat", "prompt", "prompts", "system", "stop", "serve", "profile", "distributed"),
+        *("keep", "keep_host"),
+    ),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,6 +45,44 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (see --help)")
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """ValueError if options do not go together."""
+    defaults = vars(parser("").parse_args([]))
+    given = {name for name, value in vars(args).items() if value != defaults[name]}
+    for other, names in ONLY_WITH.items():
+        if other not in given and (wrong := sorted(given.intersection(names))):
+            raise ValueError(f"{option(wrong[0])} goes with {option(other)} only")
+    for other, names in NOT_WITH.items():
+        if other in given and (wrong := sorted(given.intersection(names))):
+            raise ValueError(f"{option(wrong[0])} does not go with {option(other)}")
+    if args.draft_tokens is not None and args.draft == "mtp":
+        raise ValueError("--draft-tokens does not go with --draft mtp, which drafts one token")
+    if args.dry_run and args.draft not in (None, "mtp"):
+        raise ValueError(f"--draft {args.draft} does not go with --dry-run: it takes mtp alone")
+    if len(args.mesh) > 1 and not args.dry_run:
+        raise ValueError(f"--mesh {' '.join(args.mesh)}: only --dry-run takes several meshes")
+
+
+def number(kind: type, least: float, most: float = 10**12) -> Callable[[str], Any]:
+    """Reads a number from `least` to `most`."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not least <= value <= most:
+            what = f"at most {most}" if value > most else f"at least {least}"
+            raise argparse.ArgumentTypeError(f"must be {what}, got {value}")
+        return value
+
+    return read
 
 
 def quant(text: str) -> str:
@@ -36,6 +93,14 @@ def quant(text: str) -> str:
     return text
 
 
+def process(text: str) -> tuple[int, int]:
+    """Reads I/N; returns N, then I."""
+    i, _, n = text.partition("/")
+    if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected I/N, from 0/N to N-1/N")
+    return int(n), int(i)
+
+
 def parser(name: str) -> argparse.ArgumentParser:
     ap = Parser(
         prog=f"python -m {name}.main",
@@ -43,275 +108,104 @@ def parser(name: str) -> argparse.ArgumentParser:
         epilog=EXAMPLES.format(name=name),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = ap.add_argument_group("model")
-    model.add_argument(
-        "--ckpt",
-        help="directory, or Hugging Face hub id such as org/name, of a published checkpoint "
-        "(default: the small model in this repository)",
-    )
-    model.add_argument("--revision", help="branch, tag or commit of the hub repository")
-    model.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        help="number format of activations and of unquantised weights (default: the checkpoint's)",
-    )
-    model.add_argument(
-        "--quant",
-        type=quant,
-        metavar="{int8,int4,int4:GROUP}",
-        help="store the weight matrices in 8 bits, one scale per output channel; or in 4 bits, "
-        "with one scale per GROUP neighbours in a row, by default 64 (default: as published)",
-    )
-    model.add_argument(
-        "--kv-quant",
-        choices=["int8"],
-        help="store the key/value cache as int8, with one scale per token and head (default: not "
-        "quantised)",
-    )
-    model.add_argument(
-        "--allow-nonfinite",
-        action="store_true",
-        help="load the checkpoint even if some weights are NaN or infinite (default: refuse it)",
-    )
-    model.add_argument(
-        "--random",
-        action="store_true",
-        help="make random weights instead of reading them; --ckpt may then also be a config.json "
-        "file, or the name of a published size",
-    )
-    model.add_argument(
-        "--mesh",
-        nargs="+",
-        default=[],
-        metavar="AXES",
-        help="number of devices on each axis, such as data=2,expert=4,tensor=2: data splits the "
-        "slots, expert and tensor split the model (default: the mesh with the shortest estimated "
-        "decode step); --dry-run takes several meshes",
-    )
-    text = ap.add_argument_group("prompts (default: all of standard input, as one prompt)")
-    text.add_argument(
-        "--prompt", action="append", metavar="P", help="a prompt; may be given several times"
-    )
-    text.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="read prompts from FILE, one per line"
-    )
-    text.add_argument(
-        "--chat",
-        action="store_true",
-        help="hold a conversation: each line of standard input is a turn, and the model's cache is "
-        "kept between turns",
-    )
-    text.add_argument("--system", metavar="S", help="system message for the chat template")
-    text.add_argument(
-        "--raw",
-        action="store_true",
-        help="give the model the prompt as it is, without the checkpoint's chat template",
-    )
-    text.add_argument(
-        "--show-analysis",
-        action="store_true",
-        help="also show the analysis that a model with channels (GPT-OSS) writes before its answer",
-    )
-    text.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="S",
-        help="end the reply before this text; may be given several times",
-    )
-    sampling = ap.add_argument_group("sampling (default: greedy)")
-    sampling.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=256,
-        metavar="N",
-        help="the longest reply, in tokens (default: 256)",
-    )
-    sampling.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="how random the choice of tokens is; 0 always takes the likeliest (default: 0)",
-    )
-    sampling.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        metavar="K",
-        help="sample only from the K likeliest tokens; 0 keeps all (default: 0)",
-    )
-    sampling.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample only from the likeliest tokens that together have probability P; 1 keeps all "
-        "(default: 1)",
-    )
-    sampling.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="drop tokens with less than P times the probability of the likeliest; 0 drops none "
-        "(default: 0)",
-    )
-    sampling.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="seed of the random numbers; prompt i, counted from 0, uses (S + i) mod 2**32 "
-        "(default: 0)",
-    )
-    http = ap.add_argument_group("serving (needs pip install 'folio-jax[serve]')")
-    http.add_argument(
-        "--serve",
-        nargs="?",
-        const="127.0.0.1:8000",
-        metavar="HOST:PORT",
-        help="serve the OpenAI protocol, and a page to talk to (default: 127.0.0.1:8000)",
-    )
-    http.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="refuse requests without this key (default: FOLIO_API_KEY, if that is set)",
-    )
-    http.add_argument(
-        "--queue",
-        type=int,
-        default=256,
-        metavar="N",
-        help="how many requests may wait for a slot; others are refused (default: 256)",
-    )
-    http.add_argument(
-        "--grace",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds that replies may still take after SIGTERM or Ctrl-C (default: 30)",
-    )
-    http.add_argument(
-        "--allow-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="let web pages of this origin call the server; may be given several times",
-    )
-    dry = ap.add_argument_group("dry run (needs no weights and no accelerator)")
-    dry.add_argument(
-        "--dry-run",
-        nargs="+",
-        metavar="TOPOLOGY",
-        help="compile for other devices without running: print whether the model fits, and what a "
-        "step moves and sends. A TOPOLOGY is v5e:4x4, v6e:8x8, v5p:2x2x4, tpu7x:2x2x1, h100:8, "
-        "cpu:8, ...; --ckpt may be the name of a published size",
-    )
-    dry.add_argument(
-        "--prompt-tokens",
-        type=int,
-        default=512,
-        metavar="T",
-        help="prompt tokens that are read at once (default: 512)",
-    )
-    dry.add_argument(
-        "--layers", type=int, metavar="N", help="compile only N layers (default: all of them)"
-    )
-    dry.add_argument(
-        "--implementation", choices=[*Impl], help="implementation of the kernels (default: auto)"
-    )
-    dry.add_argument(
-        "--hlo", type=Path, metavar="DIR", help="write the compiled programs, as text, into DIR"
-    )
-    run = ap.add_argument_group("running")
-    run.add_argument(
-        "--max-len",
-        type=int,
-        metavar="N",
-        help="cache positions per slot, for a prompt and its reply together (default: what the "
-        "prompts need; at most 2048 in a dry run)",
-    )
-    run.add_argument(
-        "--slots",
-        type=int,
-        metavar="N",
-        help="how many prompts are decoded together (default: all of them, up to 8)",
-    )
-    run.add_argument(
-        "--keep",
-        type=int,
-        default=0,
-        metavar="N",
-        help="the memory of N further slots keeps texts that have ended, for prompts that begin "
-        "alike (default: 0)",
-    )
-    run.add_argument(
-        "--keep-host",
-        type=float,
-        default=0.0,
-        metavar="GB",
-        help="host memory for texts that have no room there (default: 0)",
-    )
-    run.add_argument(
-        "--draft",
-        metavar="SOURCE",
-        help="verify several drafted tokens in each step; SOURCE is lookup (what followed when the "
-        "newest tokens last stood in the same text), auto (lookup, while that is faster), mtp (the "
-        "layer in DeepSeek's files that drafts), or a smaller model's directory or hub id, which "
-        "FAMILY: precedes if it is of another family",
-    )
-    run.add_argument(
-        "--draft-tokens",
-        type=int,
-        metavar="K",
-        help=f"how many tokens are drafted at once (default: {DRAFT_TOKENS}; mtp: 1)",
-    )
-    run.add_argument(
-        "--json",
-        action="store_true",
-        help="print JSON instead of text: one record per prompt, or the figures of a dry run",
-    )
-    run.add_argument(
-        "--profile",
-        metavar="DIR",
-        help="write a profiler trace into DIR; open it at ui.perfetto.dev",
-    )
-    run.add_argument(
-        "--no-compile-cache",
-        action="store_true",
-        help="neither use nor fill the cache of compiled programs that is kept between runs",
-    )
+    flag: Any = dict(action="store_true")
+    several: Any = dict(action="append", default=[])
+    count = partial(number, int)
+    add = ap.add_argument_group("model").add_argument
+    add("--ckpt", help="directory or Hugging Face hub id (default: the bundled demo model)")
+    add("--revision", metavar="R", help="branch, tag or commit of the hub repository")
+    add("--dtype", choices=["float32", "bfloat16"], help="of activations and plain weights")
+    forms = "{int8,int4,int4:GROUP}"
+    told = "store matrices in 8 bits, or in 4 with a scale for GROUP neighbours in a row (64)"
+    add("--quant", type=quant, metavar=forms, help=told)
+    add("--kv-quant", choices=["int8"], help="store the key/value cache in 8 bits")
+    add("--allow-nonfinite", **flag, help="load weights even if some are NaN or infinite")
+    told = "make random weights; --ckpt may be a config.json or the name of a published size"
+    add("--random", **flag, help=told)
+    told = "devices on each axis: data splits slots, expert and tensor split the model, as in "
+    told += "data=2,expert=4,tensor=2 (default: chosen); --dry-run takes several meshes"
+    add("--mesh", nargs="+", default=[], metavar="AXES", help=told)
+
+    add = ap.add_argument_group("prompts (default: standard input, as one prompt)").add_argument
+    add("--prompt", action="append", metavar="P", help="a prompt; may be given several times")
+    add("--prompts", type=Path, metavar="FILE", help="read prompts from FILE, one per line")
+    add("--chat", **flag, help="hold a conversation: each line of standard input is a turn")
+    add("--system", metavar="S", help="system message for the chat template")
+    add("--raw", **flag, help="give the model the prompt without any chat template")
+    add("--show-analysis", **flag, help="also show what GPT-OSS writes before its answer")
+    told = "end the reply before this text; may be given several times"
+    add("--stop", **several, metavar="S", help=told)
+
+    add = ap.add_argument_group("sampling (default: greedy)").add_argument
+    told = "the longest reply, in tokens (default: 256)"
+    add("--max-new-tokens", type=count(1), default=256, metavar="N", help=told)
+    told = "divides the logits; 0 takes the likeliest token (default: 0)"
+    add("--temperature", type=float, default=0.0, metavar="T", help=told)
+    told = "sample from the K likeliest tokens alone; 0 keeps all (default: 0)"
+    add("--top-k", type=int, default=0, metavar="K", help=told)
+    told = "sample from the likeliest tokens that together have probability P (default: 1)"
+    add("--top-p", type=float, default=1.0, metavar="P", help=told)
+    told = "drop tokens with less than P times the probability of the likeliest (default: 0)"
+    add("--min-p", type=float, default=0.0, metavar="P", help=told)
+    told = "prompt i, counted from 0, is sampled with seed (S + i) mod 2**32 (default: 0)"
+    add("--seed", type=count(0, 2**32 - 1), default=0, metavar="S", help=told)
+
+    add = ap.add_argument_group("serving (needs pip install -e '.[serve]')").add_argument
+    told = "serve the OpenAI protocol, and a page to talk to (default: 127.0.0.1:8000)"
+    add("--serve", nargs="?", const="127.0.0.1:8000", metavar="HOST:PORT", help=told)
+    told = "refuse requests without this key (default: FOLIO_API_KEY, if that is set)"
+    add("--api-key", metavar="KEY", help=told)
+    told = "how many requests may wait for a slot; others are refused (default: 256)"
+    add("--queue", type=count(0), default=256, metavar="N", help=told)
+    told = "seconds that replies may still take after SIGTERM or Ctrl-C (default: 30)"
+    add("--grace", type=number(float, 0), default=30.0, metavar="S", help=told)
+    told = "let web pages of this origin call the server; may be given several times"
+    add("--allow-origin", **several, metavar="ORIGIN", help=told)
+
+    add = ap.add_argument_group("dry run (needs no weights and no accelerator)").add_argument
+    told = "compile for other devices without running: print whether the model fits, and what a "
+    told += "step moves and sends. A TOPOLOGY is v5e:4x4, v6e:8x8, v5p:2x2x4, tpu7x:2x2x1, h100:8, "
+    told += "cpu:8, ...; --ckpt may be the name of a published size"
+    add("--dry-run", nargs="+", metavar="TOPOLOGY", help=told)
+    told = "prompt tokens that are prefilled at once (default: 512)"
+    add("--prompt-tokens", type=count(1), default=512, metavar="T", help=told)
+    add("--layers", type=count(1), metavar="N", help="compile only N layers (default: all)")
+
+    add = ap.add_argument_group("running").add_argument
+    told = "positions per slot, for a prompt and its reply (default: what the prompts need)"
+    add("--max-len", type=count(1), metavar="N", help=told)
+    told = "how many prompts are decoded together (default: all of them, up to 8)"
+    add("--slots", type=count(1), metavar="N", help=told)
+    told = "prefix cache: device memory for N ended sequences beside the slots (default: 0)"
+    add("--keep", type=count(0), default=0, metavar="N", help=told)
+    told = "prefix cache: host memory for further sequences (default: 0)"
+    add("--keep-host", type=number(float, 0), default=0.0, metavar="GB", help=told)
+    told = "speculative decoding: SOURCE is lookup (prompt lookup), auto (lookup, while that is "
+    told += "faster), mtp (DeepSeek's own layer), or a smaller model's directory or hub id, which "
+    told += "FAMILY: precedes if it is of another family"
+    add("--draft", metavar="SOURCE", help=told)
+    told = f"how many tokens are drafted at once (default: {DRAFT_TOKENS}; mtp: 1)"
+    add("--draft-tokens", type=count(1, MOST_DRAFTS), metavar="K", help=told)
+    told = "print JSON: one record per prompt, or the figures of a dry run"
+    add("--json", **flag, help=told)
+    told = "write a profiler trace into DIR; open it at ui.perfetto.dev"
+    add("--profile", metavar="DIR", help=told)
     add_host_options(ap)
     return ap
 
 
 def add_host_options(ap: argparse.ArgumentParser) -> None:
     """Adds the options that say which of several processes this is."""
-    hosts = ap.add_argument_group("several processes (see docs/multi_host.md)")
-    hosts.add_argument(
-        "--distributed",
-        action=argparse.BooleanOptionalAction,
-        help="this command runs in several processes, such as one per host (default: if the "
-        "cluster's environment says so)",
-    )
-    hosts.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="the address of process 0 (default: what the environment says)",
-    )
-    hosts.add_argument("--process", metavar="I/N", help="this is process I of N, counted from 0")
-    hosts.add_argument(
-        "--join-timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="how many seconds to wait for all processes to connect (default: 60)",
-    )
+    add = ap.add_argument_group("several processes (see docs/multi_host.md)").add_argument
+    told = "this is one of several processes, such as one per host (default: detected)"
+    add("--distributed", action=argparse.BooleanOptionalAction, help=told)
+    add("--coordinator", metavar="HOST:PORT", help="the address of process 0")
+    add("--process", type=process, metavar="I/N", help="this is process I of N, counted from 0")
 
 
 def read_host_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads only these options of a command line, which may have mistakes elsewhere."""
+    """Reads these options alone of a command line that has a mistake; the others get their
+    defaults."""
     ap = Parser(add_help=False, allow_abbrev=False)
     add_host_options(ap)
-    return ap.parse_known_args(argv)[0]
+    return ap.parse_known_args(argv, parser("").parse_args([]))[0]

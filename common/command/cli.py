@@ -9,17 +9,15 @@ import contextlib
 import importlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 
-from common.command.arguments import parser, read_host_options
+from common.command.arguments import check_options, parser, read_host_options
 from common.command.converse import (
     Job,
     answer_prompts,
@@ -28,12 +26,12 @@ from common.command.converse import (
     make_request,
     read_prompts,
 )
-from common.command.environment import check_xla_flags, configure_jax, open_streams
+from common.command.environment import configure_jax
 from common.command.memory import check_memory
 from common.loading.checkpoint import progress_bar
+from common.loading.files import first_line
 from common.machines.bandwidth import experts_read, parallel_readers, read_bandwidth, step_bytes
-from common.machines.hosts import Group, joined, tell, verdict
-from common.machines.preflight import check_all_used, report
+from common.machines.hosts import Facts, Rank, agree, facts_of, find_rank, join
 from common.serving.drafts import check_fits
 from common.serving.load import Model, open_model, read_weights
 from common.serving.serve import close, step
@@ -48,24 +46,6 @@ from common.serving.session import (
 )
 from common.sharding import DATA, axes_of, make_mesh, parse_mesh, round_up
 from common.text.harmony import speaks_harmony
-
-
-def parse(name: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the options. If they have a mistake, tells it to the other processes, if any."""
-    try:
-        return parser(name).parse_args(argv)
-    except ValueError as mistake:
-        with contextlib.suppress(ValueError):
-            tell(read_host_options(argv), mistake)
-        raise
-
-
-def agree(group: Group, module: ModuleType, args: argparse.Namespace) -> None:
-    """Waits until all processes report the same, and takes over the prompts of process 0."""
-    if args.chat:
-        raise ValueError("--chat talks to one process, and here are several")
-    prompts = read_prompts(args) if group.rank.process == 0 and not args.serve else []
-    args.prompt, args.prompts = group.agree(report(module, args), prompts), None
 
 
 def open_from(module: ModuleType, args: argparse.Namespace, prompts: int) -> Model:
@@ -103,9 +83,6 @@ def open_draft(module: ModuleType, args: argparse.Namespace, model: Model) -> Mo
     return draft
 
 
-MOST_DRAFTS = 32  # a step samples each of them by code of its own, which takes long to compile
-
-
 class Sizes(NamedTuple):
     """The slots of a session, and the positions per slot."""
 
@@ -117,24 +94,12 @@ def sizes_for(model: Model, args: argparse.Namespace, need: int, prompts: int) -
     """Returns the sizes for `prompts` prompts. A slot gets --max-len positions; by default, as many
     as the longest prompt and its reply `need`. It never gets more than the model has."""
     limit, rows = model.config.max_position_embeddings, model.mesh.shape[DATA]
-    if args.max_len is not None and not 1 <= args.max_len <= limit:
-        raise ValueError(
-            f"--max-len {args.max_len} is not between 1 and the model's max_position_embeddings, "
-            f"{limit}"
-        )
-    slots = round_up(min(prompts, 8), rows) if args.slots is None else args.slots
-    if slots < 1:
-        raise ValueError(f"--slots {slots}: must be at least 1")
+    if args.max_len is not None and args.max_len > limit:
+        raise ValueError(f"--max-len {args.max_len} is above max_position_embeddings, {limit}")
+    slots = args.slots or round_up(min(prompts, 8), rows)
     if slots % rows:
         raise ValueError(f"--slots {slots} cannot be split evenly over data={rows}")
     return Sizes(slots, args.max_len or capacity_for(need, limit))
-
-
-def note_slots(sizes: Sizes, prompts: int, rows: int) -> None:
-    """Says if --slots asks for more than the prompts, split over `rows` data shards, can use."""
-    if sizes.slots > round_up(prompts, rows):
-        what = f"{sizes.slots} slots for {prompts} prompt{'s' * (prompts > 1)}"
-        sys.stderr.write(f"[{what}: empty slots are computed too, fewer are faster]\n")
 
 
 def plan_prompts(model: Model, args: argparse.Namespace, texts: list[str]) -> tuple[Job, Sizes]:
@@ -156,8 +121,7 @@ def plan_later(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
         raise ValueError("--serve needs a checkpoint with a tokenizer, and this one has none")
     need, rows = min(model.config.max_position_embeddings, 4096), model.mesh.shape[DATA]
     sizes = sizes_for(model, args, need, rows if args.chat else 8)
-    request = make_request(args, tok, [0], 0)
-    check_request(request, sizes.capacity, model.config)
+    check_request(make_request(args, tok, [0], 0), sizes.capacity, model.config)
     return Job([], []), sizes
 
 
@@ -186,75 +150,7 @@ def summary(session: Session, load_s: float) -> str:
     return "; ".join(parts)
 
 
-UNUSED_IN_DRY_RUN = (
-    *("chat", "prompt", "prompts", "system", "profile", "distributed"),
-    *("keep", "keep_host", "stop", "serve"),
-)
-UNUSED_WHEN_SERVING = (
-    *("chat", "prompt", "prompts", "system", "stop", "raw", "json", "show_analysis"),
-    *("temperature", "top_k", "top_p", "min_p", "max_new_tokens"),  # which the requests say
-)
-OF_SERVE = ("api_key", "queue", "grace", "allow_origin")
-OF_DRY_RUN = ("layers", "implementation", "hlo")
-
-
-def refuse(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    """ValueError if one of these options was given, and not its default."""
-    defaults = parser("").parse_args([])
-    for name in names:
-        if getattr(args, name) != getattr(defaults, name):
-            raise ValueError(f"--{name.replace('_', '-')} {why}")
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """ValueError if options contradict each other."""
-    if args.chat and (args.json or args.raw or args.prompt or args.prompts):
-        raise ValueError(
-            "--chat reads standard input, so give no --json, --raw, --prompt or --prompts"
-        )
-    if args.serve == "":
-        raise ValueError("--serve: give HOST:PORT, such as 127.0.0.1:8000")
-    if args.serve:
-        refuse(args, UNUSED_WHEN_SERVING, "does not go with --serve")
-    else:
-        refuse(args, OF_SERVE, "goes with --serve only")
-    if args.dry_run:
-        refuse(args, UNUSED_IN_DRY_RUN, "does not go with --dry-run, which generates nothing")
-    else:
-        refuse(args, OF_DRY_RUN, "goes with --dry-run only")
-    if len(args.mesh) > 1 and not args.dry_run:
-        raise ValueError(f"--mesh {' '.join(args.mesh)}: only --dry-run takes several meshes")
-    if args.revision is not None and args.ckpt is None:
-        raise ValueError("--revision goes with a --ckpt of the hub only")
-    limits = dict.fromkeys(("keep", "keep_host", "queue", "grace"), (0, 10**9))
-    limits["draft_tokens"] = 1, MOST_DRAFTS
-    for name, (least, most) in limits.items():
-        if (value := getattr(args, name)) is not None and not least <= value <= most:
-            what = f"at least {least}" if not value > most else f"at most {most}"
-            raise ValueError(f"--{name.replace('_', '-')} must be {what}, got {value}")
-    if args.draft_tokens is not None and args.draft in (None, "mtp"):
-        raise ValueError("--draft-tokens goes with --draft lookup, auto, or a model")
-    if args.dry_run and args.draft not in (None, "mtp"):
-        raise ValueError(f"--draft {args.draft} does not go with --dry-run: it takes mtp alone")
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed {args.seed} is not in [0, 2**32)")
-
-
-def open_listener(args: argparse.Namespace) -> socket.socket:
-    """Listens where --serve says. ValueError if that cannot be."""
-    try:
-        from common.server.http import key_of, listen  # an extra, and only this needs it
-    except ModuleNotFoundError as error:
-        raise ValueError(f"--serve needs pip install 'folio-jax[serve]' ({error})") from None
-    key_of(args)
-    return listen(args.serve)
-
-
-def answer_calls(
-    session: Session, args: argparse.Namespace, listener: socket.socket | None
-) -> bool:
+def answer_calls(session: Session, args: argparse.Namespace, listener: Any) -> bool:
     """Serves until it is told to end. Process 0 listens, and the others follow."""
     if listener is not None:
         from common.server.http import serve_http
@@ -270,37 +166,10 @@ def answer_calls(
     return False
 
 
-def check_profile(args: argparse.Namespace) -> None:
-    """OSError if a profile could not be written: it comes before the run, not after it."""
-    if args.profile is not None:
-        if Path(args.profile).is_file():
-            raise NotADirectoryError(f"--profile {args.profile} is a file, not a directory")
-        Path(args.profile).mkdir(parents=True, exist_ok=True)
-        if not os.access(args.profile, os.W_OK | os.X_OK):
-            raise PermissionError(f"--profile {args.profile}: cannot be written")
-
-
-def note_profile(directory: str) -> None:
-    """Prints which file of a profile to open, and where."""
-    traces = sorted(
-        Path(directory).glob("**/*.trace.json.gz"), key=lambda file: file.stat().st_mtime
-    )
-    if traces:
-        sys.stderr.write(f"[profile: open {traces[-1]} at https://ui.perfetto.dev]\n")
-
-
-def check_analysis(model: Model, args: argparse.Namespace) -> None:
-    tok = model.tokenizer
-    chat = tok is not None and tok.chat_template is not None and not args.raw
-    if args.show_analysis and not (tok and chat and speaks_harmony(tok)):
-        raise ValueError(
-            "--show-analysis: this model does not answer in channels, or --raw was given"
-        )
-
-
 def abandon_stdout() -> None:
-    """Redirects stdout to the null device: later writes, and the flush on exit, must not fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Nothing is written to stdout any more, so that nothing can fail at the exit."""
+    with contextlib.suppress(OSError):  # a test's stdout is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def cut(line: str) -> str:
@@ -313,6 +182,7 @@ def mistakes_on_one_line() -> Iterator[None]:
     """Ends the program with exit code 2 and one line for each mistake of the user, and with 130 on
     Ctrl-C or SIGTERM."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    streams = sys.stdout, sys.stderr  # which `join` replaces
     try:
         yield
     except BrokenPipeError:  # the reader has gone: nothing more to say
@@ -321,15 +191,14 @@ def mistakes_on_one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-        _, lines = verdict(error)
-        sys.stderr.write("".join(f"error: {cut(line)}\n" for line in lines))
-        try:
-            sys.stdout.flush()
-        except OSError:  # this may have been the mistake
-            abandon_stdout()
+        is_page = isinstance(error, jax.errors.JaxRuntimeError)
+        lines = [first_line(error)] if is_page else str(error).splitlines()
+        streams[1].write("".join(f"error: {cut(line)}\n" for line in lines))
+        abandon_stdout()  # which may have been the mistake
         sys.exit(2)
     finally:
         signal.signal(signal.SIGTERM, before)
+        sys.stdout, sys.stderr = streams
 
 
 def write(text: str) -> None:
@@ -342,53 +211,69 @@ def main(
     module: ModuleType, argv: Sequence[str] | None = None, drafting: ModuleType | None = None
 ) -> None:
     """Runs the command line of a model file: checks everything, then loads, then generates.
-    With --draft, the module `drafting` takes its place."""
-    open_streams()
-    args = parse(str(module.__package__), argv)
+    With --draft mtp, the module `drafting` takes its place."""
+    mistake = None
+    try:
+        args = parser(str(module.__package__)).parse_args(argv)
+    except ValueError as error:
+        args, mistake = read_host_options(argv), error
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    with contextlib.nullcontext() if args.dry_run else joined(args) as group:
-        run(module, args, drafting, group)
+    rank = None if args.dry_run else find_rank(args)
 
-
-def run(
-    module: ModuleType, args: argparse.Namespace, drafting: ModuleType | None, group: Group | None
-) -> None:
-    """Checks the options, agrees with the other processes, opens the model without its weights,
-    encodes and checks the prompts, checks the memory, loads the weights, and then generates."""
-    if args.draft == "mtp":
-        if drafting is None:
+    def prepare() -> tuple[list[str], Facts]:
+        """Checks all that needs no device. Returns the prompts, which process 0 reads, and what
+        several processes must have in common."""
+        if mistake is not None:
+            raise mistake
+        check_options(args)
+        if args.draft == "mtp" and drafting is None:
             raise ValueError(
                 f"--draft mtp: files of {module.__package__} hold no layer that drafts"
             )
-        module = drafting
-    check_options(args)
-    check_profile(args)
-    check_xla_flags()
+        if args.chat and rank is not None:
+            raise ValueError("--chat talks to one process, and here are several")
+        facts = Facts() if rank is None else facts_of(module, args)
+        later = args.chat or args.serve or args.dry_run or (rank and rank.process)
+        return [] if later else read_prompts(args), facts
+
+    if rank is not None:
+        join(rank)
+    prompts = prepare()[0] if rank is None else agree(prepare)
+    module = drafting if args.draft == "mtp" and drafting is not None else module
     if args.dry_run:
         from common.command.dryrun import print_dry_runs  # a run need not wait for this import
 
         jax.config.update("jax_platforms", "cpu")
         return print_dry_runs(module, args)
-    axes = parse_mesh(",".join(args.mesh))
-    if group:
-        agree(group, module, args)
-    configure_jax(axes, not args.no_compile_cache, group)
-    listener = open_listener(args) if args.serve and jax.process_index() == 0 else None
-    texts = [] if args.chat or args.serve else read_prompts(args)
-    model = open_from(module, args, len(texts) or (8 if args.serve else 1))
-    check_all_used(model.mesh)
-    check_analysis(model, args)
-    job, sizes = plan_prompts(model, args, texts) if texts else plan_later(model, args)
+    run(module, args, prompts, rank)
+
+
+def run(
+    module: ModuleType, args: argparse.Namespace, prompts: list[str], rank: Rank | None
+) -> None:
+    """Opens the model without its weights, encodes and checks the prompts, checks the memory, loads
+    the weights, and then generates."""
+    configure_jax(parse_mesh(",".join(args.mesh)), rank.processes if rank else 1)
+    listener = None
+    if args.serve and not (rank and rank.process):
+        try:
+            from common.server.http import open_listener  # an extra, and only this needs it
+        except ModuleNotFoundError as error:
+            raise ValueError(f"--serve needs pip install -e '.[serve]' ({error})") from None
+        listener = open_listener(args)
+    model = open_from(module, args, len(prompts) or (8 if args.serve else 1))
+    tok = None if args.raw else model.tokenizer
+    if args.show_analysis and not (tok and tok.chat_template and speaks_harmony(tok)):
+        raise ValueError("--show-analysis: no channels in this model's answers, or --raw was given")
+    job, sizes = plan_prompts(model, args, prompts) if prompts else plan_later(model, args)
     cache = cache_dtype(model.dtype, model.on_cpu, args.kv_quant)
     smaller = open_draft(module, args, model)
     models = [x for x in (model, smaller) if isinstance(x, Model)]
     check_memory(models, sizes.slots + args.keep, sizes.capacity, dtype=cache)
-    if args.slots is not None and not args.serve:
-        note_slots(sizes, max(1, len(texts)), model.mesh.shape[DATA])
     began = time.perf_counter()
-    model = read_weights(model, progress_bar(sys.stderr), args.seed, args.allow_nonfinite)
-    if isinstance(smaller, Model):
-        smaller = read_weights(smaller, progress_bar(sys.stderr), args.seed, args.allow_nonfinite)
+    model, *rest = [
+        read_weights(x, progress_bar(sys.stderr), args.seed, args.allow_nonfinite) for x in models
+    ]
     load_s = time.perf_counter() - began
     session = start_session(
         model,
@@ -397,7 +282,7 @@ def run(
         keep=args.keep,
         keep_host=args.keep_host,
         reuse_multiple=1 if args.chat else PROMPT_CHUNK,
-        draft=smaller,
+        draft=rest[0] if rest else smaller,
         draft_tokens=args.draft_tokens or DRAFT_TOKENS,
         logprobs=bool(args.serve) and args.draft != "mtp",
     )
@@ -406,8 +291,6 @@ def run(
             interrupted = answer_calls(session, args, listener)
         else:
             interrupted = (converse if args.chat else answer_prompts)(session, args, job, write)
-    if args.profile:
-        note_profile(args.profile)
     sys.stderr.write(f"[{summary(session, load_s)}]\n")
     if interrupted:
         sys.exit(130)

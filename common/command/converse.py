@@ -8,7 +8,6 @@ import contextlib
 import json
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
@@ -20,8 +19,6 @@ from common.text.harmony import ANALYSIS, FINAL
 from common.text.tokenizer import Tokenizer, encode, encode_chat
 
 Write = Callable[[str], None]
-WAIT_S = 3.0  # seconds of waiting for standard input before a note says so
-PROGRESS_S = 10.0  # seconds between notes of how many prompts are answered
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -33,7 +30,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         # Not splitlines, which also cuts at form feeds and at separators such as U+2028.
         prompts += [line for line in text.split("\n") if line.strip()]
     if not prompts and not args.prompts and not sys.stdin.isatty():
-        prompts = [text] if (text := read_stdin()).strip() else []
+        text = read_utf8(sys.stdin, "standard input").removeprefix("\ufeff")
+        prompts = [text] if text.strip() else []
     if not prompts and not args.prompts and args.ckpt is None:
         prompts = ["ACT I.\n\n"]
     if not prompts:
@@ -48,17 +46,6 @@ def read_utf8(file: TextIO, name: str) -> str:
         return file.read()
     except UnicodeDecodeError:
         raise ValueError(f"{name} is not UTF-8 text") from None
-
-
-def read_stdin() -> str:
-    """Reads all of standard input. If that takes long, notes that the command is waiting."""
-    note = threading.Timer(WAIT_S, sys.stderr.write, ["[waiting for a prompt on standard input]\n"])
-    note.daemon = True
-    note.start()
-    try:
-        return read_utf8(sys.stdin, "standard input").removeprefix("\ufeff")
-    finally:
-        note.cancel()
 
 
 def encode_prompt(model: Model, args: argparse.Namespace, text: str) -> list[int]:
@@ -175,21 +162,11 @@ def record(job: Job, i: int, reply: Reply) -> str:
     return json.dumps(fields, ensure_ascii=False) + "\n"
 
 
-def note_progress(replies: Sequence[Reply], told: float) -> float:
-    """Says on a terminal, every PROGRESS_S seconds, how many prompts are answered. `told` is the
-    time at which it last did so; returns the new one."""
-    if (now := time.perf_counter()) - told < PROGRESS_S or not sys.stderr.isatty():
-        return told
-    done = sum(reply.finish is not None for reply in replies)
-    sys.stderr.write(f"[{done} of {len(replies)} prompts answered]\n")
-    return now
-
-
 def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: Write) -> bool:
     """Answers all prompts, and writes the answers in their order. Returns True if interrupted."""
     tok, replies = session.model.tokenizer, [Reply([], [], []) for _ in job.requests]
     shown, began = 0, time.perf_counter()
-    told, events = began, serve(session, job.requests)
+    events = serve(session, job.requests)
     with interruptible() as pressed, contextlib.closing(events):
         for event in events:
             i, seconds = event.request, time.perf_counter() - began
@@ -203,8 +180,6 @@ def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: 
                 if shown < len(replies) and not args.json:
                     # An empty line between answers; then the text of the next one so far.
                     write("\n" + "".join(replies[shown].text))
-            if len(replies) > session.slots:
-                told = note_progress(replies, told)
             if pressed:
                 break
     for i in range(shown, len(replies)):  # interrupted

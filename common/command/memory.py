@@ -12,42 +12,34 @@ from common.serving.load import Model
 from common.sharding import DATA
 
 
-def gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB"
-
-
 def memory_of(device: jax.Device) -> int | None:
     """Returns the bytes of a device's memory; None if that is not known."""
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
+    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
 
 
 def check_memory(models: Sequence[Model], slots: int, capacity: int, dtype: DTypeLike) -> None:
     """ValueError if the weights and the caches of models that share a mesh need more memory than
     the devices have."""
-    mesh = models[0].mesh
+    mesh, on_cpu = models[0].mesh, models[0].on_cpu
     device, rows = mesh.local_devices[0], mesh.shape[DATA]  # others cannot be asked from here
     if (have := memory_of(device)) is None:
         return
-    on_cpu = device.platform == "cpu"
-    each: Any = dict(slots=rows, capacity=capacity, cache_dtype=dtype, on_cpu=on_cpu)
-    loads = [
-        load_of(m.module, m.config, dict(mesh.shape), dtype=m.dtype, storage=m.storage, **each)
-        for m in models
-    ]
-    sharing = jax.local_device_count() if on_cpu else 1
-    sharing = min(sharing, mesh.size)
-    weights = sharing * sum(load.weights for load in loads)
-    # Beside the slots, each data shard has a place where prompts are read.
-    cache = sharing * sum(load.cache for load in loads) * (slots + rows) // rows
+    sharing = min(jax.local_device_count(), mesh.size) if on_cpu else 1
+    weights = cache = 0
+    for m in models:
+        plan: Any = dict(slots=rows, capacity=capacity, dtype=m.dtype, cache_dtype=dtype)
+        plan |= dict(storage=m.storage, on_cpu=on_cpu)
+        load = load_of(m.module, m.config, dict(mesh.shape), **plan)
+        weights += sharing * load.weights
+        # Beside the slots, each data shard has a place where prompts are read.
+        cache += sharing * load.cache * (slots + rows) // rows
     if weights + cache > have:
+        need, room, all_ = (f"{x / 1e9:,.1f} GB" for x in (weights, cache, have))
         raise ValueError(
-            f"the weights take {gigabytes(weights)} and {slots} slots of {capacity} positions "
-            f"{gigabytes(cache)} with those where prompts are read, but a device has "
-            f"{gigabytes(have)}: use fewer --slots, a smaller --max-len, --quant, or a larger "
-            "--mesh"
+            f"the weights take {need} and {slots} slots of {capacity} positions {room} with those "
+            f"where prompts are read, but a device has {all_}: use fewer --slots, a smaller "
+            "--max-len, --quant, or a larger --mesh"
         )

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ def locate(ckpt: str, revision: str | None = None, files: Sequence[str] = FILES)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", ckpt, re.ASCII):
         raise FileNotFoundError(f"{ckpt!r} is neither a directory nor a hub id like org/name")
     return download(ckpt, revision, files)
+
+
+def is_of_checkpoint(file: Path) -> bool:
+    """Whether a file of a directory is one that would be downloaded."""
+    known, other = (any(fnmatch(file.name, p) for p in group) for group in (FILES, OTHER_LAYOUTS))
+    return file.is_file() and known and not other
 
 
 def download(repo: str, revision: str | None, files: Sequence[str]) -> Path:
