@@ -50,6 +50,13 @@ def assert_close(
     return error, relative
 
 
+def rounding(n: int) -> float:
+    """The bound on a float32 sum of n products, relative to the largest of several such sums, in
+    whatever order a processor adds. An addition rounds by up to 2**-24 of the sum so far, and n
+    such errors add up like the steps of a random walk; this allows twice that, and 8 units."""
+    return 2**-23 * max(8.0, n**0.5)
+
+
 def refused(error: type[Exception], match: str, function: Any, *args: Any, **options: Any) -> str:
     """Asserts that the call raises `error`, with a message of one line that contains `match`.
     Returns the message."""

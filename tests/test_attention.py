@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_close, refused
+from compare import assert_close, refused, rounding
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -310,7 +310,7 @@ def test_parts_of_a_cache_with_lengths_below_0_and_above_them_merge_to_the_whole
     o, lse = merge(o, lse, parts, inputs.arrays.get("sinks_N"))
     assert_close(o, inputs.o, atol=F32_ATOL)
     assert_lse(lse, inputs.lse)
-    assert_close(o, unsplit(case)[0], rtol=1e-6)  # measured: 6e-7; the reference: 4e-7
+    assert_close(o, unsplit(case)[0], rtol=rounding(case.S))
 
 
 @pytest.mark.one_in(5)
@@ -837,7 +837,7 @@ def test_no_position_below_0_is_seen_in_a_cache_that_wraps(implementation):
     arrays["k_BKSH"][0, :, 5:] = arrays["v_BKSH"][0, :, 5:] = np.nan
     want = ragged_decode_attention(**arrays, implementation="reference")
     got = ragged_decode_attention(**arrays, implementation=implementation)
-    assert_close(got, want, atol=1e-6)
+    assert_close(got, want, rtol=rounding(arrays["k_BKSH"].shape[2]))
 
 
 @pytest.mark.one_in(5)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_close
+from compare import assert_close, rounding
 from engine import ENVIRONMENT, ROOT
 from hypothesis import given
 from hypothesis import strategies as st
@@ -355,7 +355,7 @@ def test_ragged_dot_multiplies_each_row_by_its_experts_matrix(case, capfd, monke
     y = np.array(interpret(multiply, arrays, capfd))
     rows, want = np.float64(arrays["x_MI"][: len(own)]), np.zeros(y.shape)
     want[: len(own)] = np.einsum("mi,moi->mo", rows, wide[own]) + np.float64(arrays["bias_EO"])[own]
-    assert_close(y, want, rtol=1e-6, what=str(case))
+    assert_close(y, want, rtol=rounding(n_in), what=str(case))
 
 
 @given(st.lists(st.integers(0, 30), min_size=6, max_size=6), st.sampled_from([16, 32]))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_close
+from compare import assert_close, rounding
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +40,7 @@ from common.weights import (
     vocab_rows,
 )
 
+IN, OUT = 37, 11
 INT32 = np.iinfo(np.int32)
 INT4 = int4(64, False)
 
@@ -137,7 +138,7 @@ def test_a_stack_is_quantised_as_its_matrices_are_alone():
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("rows", [1, 3, products.FEW_ROWS, products.FEW_ROWS + 1])
-@pytest.mark.parametrize("dtype, rtol", [("float32", 1e-6), ("bfloat16", 2**-7)])
+@pytest.mark.parametrize("dtype, rtol", [("float32", rounding(IN)), ("bfloat16", 2**-7)])
 def test_a_product_with_groups_is_that_of_their_numbers(rows, dtype, rtol):
     x, w = operands((rows,), dtype)
     q = quantize_groups(w.astype(jnp.float32), group=8)
@@ -192,7 +193,6 @@ def test_weights_in_fp8_are_quantised_again_and_those_in_4_bits_stay(published):
 
 quantize = jax.jit(functools.partial(INT8.convert, dtype=jnp.float32))
 LEADS = [(), (1,), (5,), (2, 3)]
-IN, OUT = 37, 11
 
 
 def operands(lead, dtype):
@@ -216,7 +216,7 @@ def by_row(y):
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["as-is", "transposed"])
 @pytest.mark.parametrize("lead", LEADS, ids=str)
-@pytest.mark.parametrize("dtype, rtol", [("float32", 1e-6), ("bfloat16", 2**-8)])
+@pytest.mark.parametrize("dtype, rtol", [("float32", rounding(IN)), ("bfloat16", 2**-8)])
 def test_a_dense_product_is_that_of_numpy(lead, dtype, rtol, transposed):
     x, w = operands(lead, dtype)
     y = jax.jit(linear)(x, TRANSPOSED.convert(w, dtype) if transposed else w)
@@ -267,7 +267,9 @@ def test_one_row_is_multiplied_in_slices_on_a_cpu(width, sliced, quant):
         numbers = np.asarray(w.values).astype(np.float64) * np.asarray(w.scale).T
     want = np.asarray(x).astype(np.float64) @ numbers.T
     exact = sliced or quant is None
-    assert_close(product(x, w) / by_row(want), want / by_row(want), atol=1e-6 if exact else 1e-4)
+    assert_close(
+        product(x, w) / by_row(want), want / by_row(want), atol=rounding(width) if exact else 1e-4
+    )
     form = "f32" if sliced else "i8" if quant else "bf16"
     for platform, dtype in (("cpu", form), ("tpu", "bf16")):
         text = product.trace(x, w).lower(lowering_platforms=(platform,)).as_text()
@@ -335,11 +337,11 @@ def test_an_int8_product_rounds_activations_to_fifteen_bits_on_a_cpu(lead, dtype
     assert y.dtype == jnp.float32
     # Half of a step of the second rounding for each number; and float32's own.
     bound = 0.51 / 254 * x_step * np.abs(w_int * w_step).sum(-1)
-    assert (np.abs(y - exact) <= bound + 1e-6 * by_row(exact)).all()
+    assert (np.abs(y - exact) <= bound + rounding(IN) * by_row(exact)).all()
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["instruction", "none"])
-@pytest.mark.parametrize("dtype, rtol", [("float32", 1e-6), ("bfloat16", 2**-8)])
+@pytest.mark.parametrize("dtype, rtol", [("float32", rounding(IN)), ("bfloat16", 2**-8)])
 def test_many_rows_times_int8_round_no_activation(dtype, rtol, native, monkeypatch):
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: native)
     x, w = operands((INT8_ROWS,), dtype)
@@ -353,7 +355,7 @@ def test_many_rows_times_int8_round_no_activation(dtype, rtol, native, monkeypat
     assert_close(y / by_row(exact), exact / by_row(exact), atol=rtol)
 
 
-@pytest.mark.parametrize("dtype, rtol", [("float32", 1e-6), ("bfloat16", 2**-8)])
+@pytest.mark.parametrize("dtype, rtol", [("float32", rounding(IN)), ("bfloat16", 2**-8)])
 def test_the_int8_product_of_accelerators_rounds_no_activation(dtype, rtol):
     x, w = operands((5,), dtype)
     w_int, _ = quantised(w)
@@ -371,7 +373,7 @@ def test_a_row_alone_gives_what_it_gives_among_others(weights, dtype):
     product = jax.jit(functools.partial(linear, out_dtype=jnp.float32))
     together = np.asarray(product(x, w))
     alone = np.concatenate([product(row[None], w) for row in x])
-    assert_close(alone / by_row(together), together / by_row(together), atol=1e-6)
+    assert_close(alone / by_row(together), together / by_row(together), atol=rounding(IN))
 
 
 @pytest.mark.parametrize("out_dtype", [None, "float32", "bfloat16"])
@@ -386,7 +388,7 @@ def test_a_product_comes_in_the_dtype_asked_for_or_that_of_its_rows(dtype, out_d
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("form", ["dense", "int8", "transposed", "groups"])
 @pytest.mark.parametrize("ids", [4, [0, 10, 4, 4], [[3, -1], [OUT, 2], [INT32.min, INT32.max]]])
-@pytest.mark.parametrize("dtype, rtol", [("float32", 1e-6), ("bfloat16", 2**-8)])
+@pytest.mark.parametrize("dtype, rtol", [("float32", rounding(IN)), ("bfloat16", 2**-8)])
 def test_rows_of_an_embedding_are_those_of_the_table_and_zeros_outside_it(ids, dtype, rtol, form):
     _, table = operands((), "float32")
     w_int, step = quantised(table)

@@ -786,4 +786,4 @@ def test_it_is_said_how_the_extra_is_installed(tmp_path):
         **dict(capture_output=True, stdin=subprocess.DEVNULL, timeout=120),
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "pip install 'folio-jax[serve]'" in done.stderr
+    assert "pip install -e '.[serve]'" in done.stderr
