@@ -34,16 +34,9 @@ TEMPLATE = (
 @pytest.fixture
 def run():
     def call(*args, stdin="", check=True, **environment):
+        kept = dict(capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT | environment)
         command = [sys.executable, "-m", "llama3.main", *args]
-        done = subprocess.run(
-            command,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=ENVIRONMENT | environment,
-            timeout=300,
-        )
+        done = subprocess.run(command, input=stdin, timeout=300, **kept)
         assert not check or done.returncode == 0, done.stderr
         return done
 
@@ -121,13 +114,6 @@ def test_without_a_mesh_all_devices_serve_and_the_summary_names_the_one_that_was
     assert run(*args).stderr.startswith("[load ")
 
 
-@pytest.mark.full
-def test_quantised_weights_and_cache_speak_too(run):
-    args = ["--prompt", "KING.", "--max-new-tokens", "24", "--max-len", "64"]
-    done = run(*args, "--quant", "int8", "--kv-quant", "int8")
-    assert len(done.stdout.strip()) > 10
-
-
 COUNTED = """
 import sys
 import jax
@@ -178,32 +164,18 @@ def test_on_cpu_a_run_does_not_wait_for_the_kernels_of_other_platforms():
 def test_a_profile_is_written_by_a_user_who_has_set_nothing(tmp_path):
     """libtpu is installed with the tests. Without a TPU, it must not crash the profiler."""
     set_here = ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY")
-    done = subprocess.run(
-        [sys.executable, "-m", "llama3.main", "--max-new-tokens", "4", "--profile", str(tmp_path)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={k: v for k, v in ENVIRONMENT.items() if k not in set_here},
-        timeout=300,
-    )
+    env = {k: v for k, v in ENVIRONMENT.items() if k not in set_here}
+    kept = dict(capture_output=True, text=True, cwd=ROOT, env=env, stdin=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "llama3.main", "--max-new-tokens", "4", "--profile"]
+    done = subprocess.run([*command, str(tmp_path)], **kept)
     assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
     assert [*tmp_path.glob("**/*.trace.json.gz")]
 
 
 @pytest.mark.full
 def test_an_instruct_checkpoint_gets_its_template_unless_raw(run, instruct):
-    args = [
-        "--ckpt",
-        instruct,
-        "--json",
-        "--max-new-tokens",
-        "4",
-        "--prompt",
-        "Speak.",
-        "--max-len",
-        "64",
-    ]
+    args = ["--ckpt", instruct, "--prompt", "Speak.", "--max-new-tokens", "4", "--max-len", "64"]
+    args.append("--json")
     raw, templated = (records(run(*args, *more))[0] for more in (["--raw"], []))
     with_system = records(run(*args, "--system", "You are a king."))[0]
     assert raw["prompt_tokens"] < templated["prompt_tokens"] < with_system["prompt_tokens"]
@@ -252,16 +224,9 @@ def test_a_reader_that_goes_away_is_not_an_error():
     command = (
         f"{sys.executable} -m llama3.main --max-new-tokens 200 | head -c 5; exit ${{PIPESTATUS[0]}}"
     )
-    done = subprocess.run(
-        ["bash", "-c", command],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    kept = dict(capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=120)
+    done = subprocess.run(["bash", "-c", command], **kept)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
 def test_help_names_every_option_and_gives_examples(capsys):
@@ -418,8 +383,6 @@ def test_a_config_of_impossible_sizes_gets_one_line(name, size, capsys, monkeypa
     config = json.loads((EMBEDDED / "config.json").read_text())
     file = tmp_path / "shape.json"
     file.write_text(json.dumps({**config, name: size}))
-    if (name, size) in [("max_position_embeddings", 10**12), ("max_position_embeddings", 10**30)]:
-        return  # nothing is allocated for this limit, so it is accepted
     if (name, size) in [("head_dim", None), ("num_key_value_heads", None)]:
         return  # None means that other fields decide
     began = time.monotonic()
@@ -428,16 +391,6 @@ def test_a_config_of_impossible_sizes_gets_one_line(name, size, capsys, monkeypa
     error = capsys.readouterr().err
     assert stop.value.code == 2 and time.monotonic() - began < 10
     assert error.startswith("error: ") and error.count("\n") == 1 and len(error) < 400, error
-
-
-def test_a_config_that_is_a_list_gets_one_line(capsys, tmp_path):
-    file = tmp_path / "shape.json"
-    file.write_text("[1]")
-    with pytest.raises(SystemExit) as stop:
-        cli.main(model, ["--random", "--ckpt", str(file), "--prompt", "x"])
-    assert stop.value.code == 2
-    what = f"error: {file} does not hold a JSON object, but a list\n"
-    assert capsys.readouterr().err == what
 
 
 def test_only_the_end_of_a_line_ends_a_prompt(tmp_path):

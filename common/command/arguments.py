@@ -1,6 +1,7 @@
 """The options of every model's command line."""
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,13 @@ def quant(text: str) -> str:
     return text
 
 
+def place(text: str) -> str:
+    """Accepts HOST:PORT, or [HOST]:PORT for IPv6. Without a host it would be open to all."""
+    if not re.fullmatch(r"([^][:]+|\[[^][]+\]):[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: give HOST:PORT, such as 127.0.0.1:8000")
+    return text
+
+
 def process(text: str) -> tuple[int, int]:
     """Reads I/N; returns N, then I."""
     i, _, n = text.partition("/")
@@ -152,7 +160,8 @@ def parser(name: str) -> argparse.ArgumentParser:
 
     add = ap.add_argument_group("serving (needs pip install -e '.[serve]')").add_argument
     told = "serve the OpenAI protocol, and a page to talk to (default: 127.0.0.1:8000)"
-    add("--serve", nargs="?", const="127.0.0.1:8000", metavar="HOST:PORT", help=told)
+    local = "127.0.0.1:8000"
+    add("--serve", nargs="?", type=place, const=local, metavar="HOST:PORT", help=told)
     told = "refuse requests without this key (default: FOLIO_API_KEY, if that is set)"
     add("--api-key", metavar="KEY", help=told)
     told = "how many requests may wait for a slot; others are refused (default: 256)"

@@ -356,16 +356,12 @@ async def refuse(call: Call, error: Exception) -> Response:
 
 
 def open_listener(args: argparse.Namespace) -> socket.socket:
-    """Listens where --serve says: at HOST:PORT, or at [HOST]:PORT for IPv6. ValueError if that, or
-    the API key, cannot be."""
+    """Listens where --serve says. ValueError if that, or the API key, cannot be."""
     key_of(args)
-    found = re.fullmatch(r"(\[)?([^][]+)(?(1)\]):([0-9]+)", args.serve)
-    if found is None:  # without a host it would be open to all machines
-        raise ValueError(f"--serve {args.serve}: give HOST:PORT, such as 127.0.0.1:8000")
-    host, port = found[2], int(found[3])
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    host, _, port = args.serve.rpartition(":")
+    host, family = host.strip("[]"), socket.AF_INET6 if "[" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        return socket.create_server((host, int(port)), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
         raise ValueError(f"--serve {args.serve}: {getattr(error, 'strerror', error)}") from None
 
