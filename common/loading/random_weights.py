@@ -14,16 +14,12 @@ from jax.typing import DTypeLike
 from common.quant import (
     INT8,
     SPECS,
-    Fp8,
     Mxfp4,
-    Packed,
     Rowwise,
     Shape,
     Storage,
     Transposed,
     bits_of,
-    fp8_shapes,
-    mxfp4_shapes,
     transpose_weight,
 )
 from common.sharding import P
@@ -53,7 +49,7 @@ def random_weight(
     key: Array, weight: Weight, mesh: Mesh, dtype: np.dtype, storage: Storage | None
 ) -> Any:
     """Makes one weight: `initial` everywhere, or uniform numbers of standard deviation STD."""
-    storage = storage_for(weight, storage)
+    storage, form = storage_for(weight, storage), published_form(weight)
     shape = NamedSharding(mesh, weight.spec).shard_shape(weight.shape)
 
     def make(key: Array) -> Any:
@@ -61,23 +57,19 @@ def random_weight(
             key = jax.random.fold_in(key, lax.axis_index(axis))
         if weight.initial is not None:
             return jnp.full(shape, weight.initial, weight.dtype or dtype)
+        if storage is INT8:
+            return random_int8(key, shape)
+        if storage is None and form not in (None, Transposed):
+            return random_published(key, weight, mesh)
+        plain = (uniform(key, shape) * LARGEST).astype(weight.dtype or dtype)
         if storage is not None:
-            return (
-                random_int8(key, shape) if storage is INT8 else storage.convert(plain(key), dtype)
-            )
-        if isinstance(weight.published, Packed):
-            return random_packed(key, weight, mesh)
-        if weight.published in RANDOM:
-            return RANDOM[weight.published](key, shape)
-        return transpose_weight(plain(key), dtype) if weight.published is Transposed else plain(key)
-
-    def plain(key: Array) -> Array:
-        return (uniform(key, shape) * LARGEST).astype(weight.dtype or dtype)
+            return storage.convert(plain, dtype)
+        return plain if form is None else transpose_weight(plain, dtype)
 
     specs: Any = weight.spec
     if storage is not None:
         specs = storage.specs(weight.spec)
-    elif (form := published_form(weight)) is not None:
+    elif form is not None:
         specs = SPECS[form](weight.spec)
     return jax.shard_map(make, mesh=mesh, in_specs=P(), out_specs=specs)(key)
 
@@ -89,36 +81,21 @@ def random_int8(key: Array, shape: Shape) -> Rowwise:
     return Rowwise(values, jnp.full((*shape[:-2], 1, shape[-2]), step, jnp.float32))
 
 
-def random_fp8(key: Array, shape: Shape) -> Fp8:
-    (values, dtype), (blocks, _) = fp8_shapes(shape)
-    numbers = uniform(key, values) * 448  # the largest number of fp8
-    return Fp8(numbers.astype(dtype), jnp.full(blocks, LARGEST / 448, jnp.float32))
-
-
-def random_mxfp4(key: Array, shape: Shape) -> Mxfp4:
-    (values, _), (groups, _) = mxfp4_shapes(shape)
-    codes = (noise(key, values) >> 24).astype(jnp.uint8)
-    # A scale of 2 ** -7 times the codes' standard deviation, 2.9, is about STD.
-    return Mxfp4(codes, jnp.full(groups, 120, jnp.uint8))
-
-
-def random_packed(key: Array, weight: Weight, mesh: Mesh) -> Any:
-    """One device's part of a matrix in a form of `Packed`."""
-    fields = published_arrays(weight)
-    shapes = (x and NamedSharding(mesh, x.spec).shard_shape(x.shape) for x in fields)
-    values, scale, *zero = shapes
-    kind = fields.values.dtype
-    if not jnp.issubdtype(kind, jnp.integer):
-        numbers = (uniform(key, values) * 448).astype(kind)
-        return Rowwise(numbers, jnp.full(scale, LARGEST / 448, jnp.float32))
-    bits, on_cpu = bits_of(kind), mesh.devices.flat[0].platform == "cpu"
-    numbers = (noise(key, values) >> (32 - bits)).astype(jnp.int8 if on_cpu else kind)
-    steps = jnp.full(scale, STD * math.sqrt(12) / 2**bits, fields.scale.dtype)
-    zeros = [x and jnp.zeros(x, jnp.int8) for x in zero]
-    return type(fields)(numbers, steps, *zeros)
-
-
-RANDOM = {Fp8: random_fp8, Mxfp4: random_mxfp4}
+def random_published(key: Array, weight: Weight, mesh: Mesh) -> Any:
+    """One device's part of a matrix in the form in which checkpoints hold it: random values, and
+    the same scale everywhere."""
+    fields, on_cpu = published_arrays(weight), mesh.devices.flat[0].platform == "cpu"
+    values, scale, *zero = (x and NamedSharding(mesh, x.spec).shard_shape(x.shape) for x in fields)
+    kind, bits = fields.values.dtype, bits_of(fields.values.dtype)
+    if jnp.issubdtype(kind, jnp.floating):
+        numbers, step = uniform(key, values) * 448, LARGEST / 448  # 448 is the largest fp8 number
+    else:
+        numbers, step = noise(key, values) >> (32 - bits), STD * math.sqrt(12) / 2**bits
+    if isinstance(fields, Mxfp4):
+        step = 120  # 2 ** -7 times the codes' standard deviation, 2.9, is about STD
+    kept = jnp.int8 if kind == jnp.int4 and on_cpu else kind
+    zeros = (x and jnp.zeros(x, jnp.int8) for x in zero)
+    return type(fields)(numbers.astype(kept), jnp.full(scale, step, fields.scale.dtype), *zeros)
 
 
 def uniform(key: Array, shape: tuple[int, ...]) -> Array:
