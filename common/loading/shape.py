@@ -1,9 +1,9 @@
 """Finds the config.json that a name stands for: that of a directory or a hub repository, a lone
 file, a published size, or the embedded model."""
 
-import ast
 import importlib
 import math
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,29 +33,14 @@ def read_model_config(module: ModuleType, hf: dict[str, Any]) -> Any:
         return module.config_from_hf(hf)
     except ValueError as error:
         kind, own = hf.get("model_type"), folder(module)
+        accepts = rf'model_types=\([^)]*"{re.escape(str(kind))}"'
         for file in sorted(own.parent.glob("*/model.py")):
-            if file.parent != own and kind in model_types(file):
+            if file.parent != own and re.search(accepts, file.read_text("utf-8", "replace")):
                 raise ValueError(
                     f"config.json: model_type={kind!r} is another family's; run it with "
                     f"python -m {file.parent.name}.main"
                 ) from None
         raise error
-
-
-def model_types(file: Path) -> list[Any]:
-    """Returns the values of `model_type` that a model file accepts, found in its source code."""
-    text = file.read_text(encoding="utf-8", errors="replace")
-    if "model_types=" not in text:  # a file of another library
-        return []
-    calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
-    return [
-        constant.value
-        for call in calls
-        for keyword in call.keywords
-        if keyword.arg == "model_types"
-        for constant in ast.walk(keyword.value)
-        if isinstance(constant, ast.Constant)
-    ]
 
 
 def read_shape(
