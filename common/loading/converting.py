@@ -42,17 +42,13 @@ def convert(
         w = jax.tree.map(lax.bitcast_convert_type, bits, dtypes)
         if isinstance(w, Transposed):
             w = w.values.swapaxes(-1, -2)
-        if isinstance(w, Fp8 | Rowwise):
+        elif isinstance(w, Fp8 | Rowwise):
             w = dequantize_fp8(w) if isinstance(w, Fp8) else dequantize_rows(w)
         return storage.convert(w, dtype)
 
     def local(w: Any) -> Matrix:
         w = jax.tree.map(as_bits, w) if on_cpu else w
-        lead = jax.tree.leaves(w)[0].shape[:-2]
-        if not lead:
-            return one(w)
-        parts = lax.map(one, jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(lead) :]), w))
-        return jax.tree.map(lambda a: a.reshape(*lead, *a.shape[1:]), parts)
+        return lax.map(one, w) if jax.tree.leaves(w)[0].ndim == 3 else one(w)
 
     one = partial(in_blocks, plain, out_axes(storage.specs)) if on_cpu else plain
     in_specs = SPECS[type(w)](spec) if is_stored(w) else spec
@@ -80,30 +76,29 @@ def in_blocks(f: Callable[[Any], Any], made: list[int], w: Any) -> Any:
     `made` of the result's arrays."""
     arrays, structure = jax.tree.flatten(w)
     given = out_axes(SPECS[type(w)]) if is_stored(w) else [0]
-    sizes = [a.shape[axis] for a, axis in zip(arrays, given, strict=True)]
-    rows = sizes[0]
+    rows = arrays[0].shape[given[0]]
     unit = FP8_BLOCK if isinstance(w, Fp8) else 1  # rows that share a scale
     size = max(1, BLOCK * rows // arrays[0].size // unit) * unit  # rows of a block
     if size >= rows or rows % unit:
         return f(w)
 
-    def start(i: Any, per: int) -> Any:  # the last block may overlap the one before it
-        return jnp.minimum(i * size, rows - size) // per
+    def start(i: Any) -> jax.Array:  # the last block may overlap the one before it
+        return jnp.minimum(i * size, rows - size)
 
     def block(i: Any) -> Any:
         cut = []
-        for a, n, axis in zip(arrays, sizes, given, strict=True):
-            per = rows // n
-            cut.append(lax.dynamic_slice_in_dim(a, start(i, per), size // per, axis))
+        for a, axis in zip(arrays, given, strict=True):
+            per = rows // a.shape[axis]
+            cut.append(lax.dynamic_slice_in_dim(a, start(i) // per, size // per, axis))
         return f(jax.tree.unflatten(structure, cut))
 
     def body(i: Any, done: list[jax.Array]) -> list[jax.Array]:
         new = zip(done, jax.tree.leaves(block(i)), made, strict=False)
-        return [lax.dynamic_update_slice_in_dim(a, x, start(i, 1), axis) for a, x, axis in new]
+        return [lax.dynamic_update_slice_in_dim(a, x, start(i), axis) for a, x, axis in new]
 
     like, form = jax.tree.flatten(jax.eval_shape(block, 0))
-    shapes = ((*a.shape[:n], rows, *a.shape[n + 1 :]) for a, n in zip(like, made, strict=False))
     empty = [
-        vary_like(jnp.zeros(shape, a.dtype), *arrays) for shape, a in zip(shapes, like, strict=True)
+        vary_like(jnp.zeros((*a.shape[:axis], rows, *a.shape[axis + 1 :]), a.dtype), *arrays)
+        for a, axis in zip(like, made, strict=False)
     ]
     return jax.tree.unflatten(form, lax.fori_loop(0, -(-rows // size), body, empty))
