@@ -22,7 +22,6 @@ class Order(NamedTuple):
     axis: int
     size: int
     blocks: tuple[int, ...]
-    stored: int | None = None  # how many blocks are stored; None: as many as are published
     swapped: bool = False  # the last two axes are stored the other way round
 
 
@@ -57,9 +56,15 @@ Transform = Order | Axes | None
 Target = str | tuple[str, Transform] | Same | Dropped | Holds | None
 # By published name, in which `*` stands for a number and a last `**` for any ending. If several
 # rows match a name, the most specific wins: the name itself, then `prefix.**`, then a row with a
-# `*` for every number but the first (the layer's), then a row with a `*` for every number. A list
-# names several weights that are made of one tensor.
-Table = dict[str, Target | list[Target]]
+# `*` for every number but the first (the layer's), then a row with a `*` for every number.
+Table = dict[str, Target]
+
+
+def weight_of(target: Target) -> tuple[str, Transform] | None:
+    """The path and the transform of the weight that a tensor becomes; None if it becomes none."""
+    if isinstance(target, str):
+        return target, None
+    return None if isinstance(target, Same | Dropped | Holds) else target
 
 
 def fp8_table(table: Table, projections: Collection[str], shards: Shards) -> Table:
@@ -70,15 +75,14 @@ def fp8_table(table: Table, projections: Collection[str], shards: Shards) -> Tab
     """
     fp8: Table = {}
     for name, target in table.items():
-        if name.removesuffix(".weight").split(".")[-1] not in projections:
+        row = weight_of(target)
+        if row is None or name.removesuffix(".weight").split(".")[-1] not in projections:
             fp8[name] = target
-        elif isinstance(target, str):
-            fp8[name], fp8[f"{name}_scale_inv"] = f"{target}.values", f"{target}.scale"
-        elif isinstance(target, tuple) and not isinstance(target, Same | Dropped | Holds):
-            path, order = target
-            in_blocks = None  # on one device the published order stays
-            if isinstance(order, Order) and shards.model > 1:
-                in_blocks = order._replace(size=order.size // FP8_BLOCK)
-            fp8[name] = f"{path}.values", order
-            fp8[f"{name}_scale_inv"] = f"{path}.scale", in_blocks
+            continue
+        path, order = row
+        in_blocks = None  # on one device the published order stays
+        if isinstance(order, Order) and shards.model > 1:
+            in_blocks = order._replace(size=order.size // FP8_BLOCK)
+        fp8[name] = f"{path}.values", order
+        fp8[f"{name}_scale_inv"] = f"{path}.scale", in_blocks
     return fp8

@@ -6,6 +6,7 @@ From both, `common.loading.packed` derives the arrays that a checkpoint holds, a
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from common.config import (
@@ -33,10 +34,12 @@ class Packing(NamedTuple):
     targets: tuple[str, ...] = (LINEAR,)  # regular expressions of names of modules
     ignored: tuple[str, ...] = ()
 
-    def holds(self, module: str) -> bool:
-        """Whether the matrix of the module with this published name is quantised."""
-        is_target = LINEAR in self.targets or any(re.match(x, module) for x in self.targets)
-        return is_target and not any(re.match(x, module) for x in self.ignored)
+
+@cache
+def is_quantised(packing: Packing, module: str) -> bool:
+    """Whether the matrix of the module with this published name is quantised."""
+    is_target = LINEAR in packing.targets or any(re.match(x, module) for x in packing.targets)
+    return is_target and not any(re.match(x, module) for x in packing.ignored)
 
 
 def read_packing(hf: Mapping[str, Any], others: Collection[str] = ()) -> Packing | None:

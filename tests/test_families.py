@@ -38,7 +38,7 @@ from golden import (
 from common.config import read_config
 from common.fields import Index
 from common.loading.checkpoint import load_weights
-from common.loading.matching import targets_of
+from common.loading.matching import target_of
 from common.quant import INT8, TRANSPOSED, Fp8, Grouped, Rowwise, dequantize_groups, int4, is_stored
 from common.sharding import Shards, make_mesh, parse_mesh, split_heads
 from common.weights import by_path, check_divides
@@ -353,7 +353,7 @@ def test_frequencies_that_are_stored_with_a_layer_are_not_loaded(family):
     name, model = "model.layers.0.self_attn.rotary_emb.inv_freq", model_of(family)
     for variant in fixtures(family):
         table = model.checkpoint_table(model.config_from_hf(hf_config(family, variant)))
-        assert targets_of(name, table) == ([None], ["0"])
+        assert target_of(name, table) == (None, ["0"])
 
 
 def shapes_of(layout):

@@ -108,12 +108,12 @@ def test_random_words_mean_what_the_oracle_says(rows, columns):
         for plus in (0, 1):
             for axis, wide in enumerate((packings.along_columns, packings.along_rows)):
                 want = (wide(words, bits) + plus) % (1 << bits) - half
-                got = unpack(words, Words(bits, axis, order, plus))
+                got = unpack(words, Words(bits, axis, order, plus, columns))
                 assert got.dtype == np.int8
                 np.testing.assert_array_equal(got, want)
     numbers = np.empty((rows, columns, 8), np.int64)
     numbers[..., packings.AWQ_COLUMNS] = packings.numbers_of(words, 4)
-    got = unpack(words, Words(4, 1, AWQ, 0))
+    got = unpack(words, Words(4, 1, AWQ, 0, columns))
     np.testing.assert_array_equal(got, numbers.reshape(rows, -1) - 8)
 
 
@@ -536,7 +536,7 @@ def test_a_file_cut_in_the_words_is_refused(tmp_path):
     file.write_bytes(file.read_bytes()[:-4])
     refused(
         ValueError,
-        "incomplete download",
+        "download it again",
         loaded,
         tmp_path,
         config_of("packed_awq", "qwen3"),

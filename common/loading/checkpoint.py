@@ -12,7 +12,7 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -22,37 +22,25 @@ from jax.typing import DTypeLike
 
 from common.kernels.ragged_dot import row_major
 from common.loading.converting import convert
-from common.loading.files import first_lines
-from common.loading.finite import Limits, limits_of
-from common.loading.matching import Source, assign, repeats
+from common.loading.matching import Source, assign
 from common.loading.packed import declare, unpacked
-from common.loading.reading import Part, read_tensor
+from common.loading.reading import Part, limits_of, read_tensor
 from common.loading.stored import FLOATS, open_tensors
-from common.quant import Grouped, Storage
+from common.quant import Storage
 from common.sharding import model_shards
 from common.weights import Weight, by_path, is_weight, published_arrays, storage_for
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in total
 
 
-class Placement(NamedTuple):
-    """The stored source of a global array, and how the array is laid out."""
-
-    source: Source
-    shape: tuple[int, ...]  # padded
-    sharding: NamedSharding
-    limits: Limits = ()  # stored bits from these on are NaN or infinity
-
-
-def read_shard(placement: Placement, part: Part, dtype: np.dtype) -> np.ndarray:
+def read_shard(source: Source, padded: tuple[int, ...], part: Part, dtype: np.dtype) -> np.ndarray:
     """Reads one part of the padded and reordered array, in `dtype`."""
-    (tensors, transform, stacked), padded, _, limits = placement
+    tensors, transform, stacked, limits = source
     out = zeros([stop - start for start, stop in part], dtype)
-    if not stacked:
-        read_tensor(tensors[0], transform, padded, part, out, limits)
-        return out
-    for tensor, into in zip(tensors[slice(*part[0])], out, strict=True):
-        read_tensor(tensor, transform, padded[1:], part[1:], into, limits)
+    if stacked:
+        tensors, padded, part = tensors[slice(*part[0])], padded[1:], part[1:]
+    for tensor, into in zip(tensors, out if stacked else [out], strict=True):
+        read_tensor(tensor, transform, padded, part, into, limits)
     return out
 
 
@@ -68,28 +56,31 @@ def zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(pages, dtype, math.prod(shape)).reshape(shape)
 
 
-def local_parts(placement: Placement) -> dict[Part, list[jax.Device]]:
+def local_parts(array: Weight, mesh: Mesh) -> dict[Part, list[jax.Device]]:
     """Returns the distinct parts that this process holds, and the devices that hold each part."""
     parts: dict[Part, list[jax.Device]] = {}
-    shape = placement.shape
-    for device, index in placement.sharding.addressable_devices_indices_map(shape).items():
-        part = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
+    sharding = NamedSharding(mesh, array.spec)
+    for device, index in sharding.addressable_devices_indices_map(array.shape).items():
+        part = tuple(s.indices(n)[:2] for s, n in zip(index or (), array.shape, strict=True))
         parts.setdefault(part, []).append(device)
     return parts
 
 
-def stored_bytes(placement: Placement, part: Part) -> int:
-    return math.prod(stop - start for start, stop in part) * placement.source.dtype.itemsize
+def stored_bytes(source: Source, part: Part) -> int:
+    return math.prod(stop - start for start, stop in part) * source.dtype.itemsize
 
 
-def load_array(placement: Placement, dtype: np.dtype, advance: Callable[[int], None]) -> jax.Array:
+def load_array(
+    source: Source, array: Weight, mesh: Mesh, dtype: np.dtype, advance: Callable[[int], None]
+) -> jax.Array:
     shards = []
-    for part, devices in local_parts(placement).items():
-        host = read_shard(placement, part, dtype)
+    for part, devices in local_parts(array, mesh).items():
+        host = read_shard(source, array.shape, part, dtype)
         shards += jax.block_until_ready([jax.device_put(host, device) for device in devices])
         del host  # on CPU the array owns it now; elsewhere it is freed before the next read
-        advance(stored_bytes(placement, part))
-    return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, shards)
+        advance(stored_bytes(source, part))
+    sharding = NamedSharding(mesh, array.spec)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
 def rows_together(tree: Any) -> Any:
@@ -103,31 +94,6 @@ def rows_together(tree: Any) -> Any:
         return jax.jit(lambda x: x, out_shardings=row_major(x.sharding, x.ndim))(x)
 
     return jax.tree.map(place, tree)
-
-
-def place_arrays(
-    directory: str | Path, model: Any, config: Any, mesh: Mesh, allow_nonfinite: bool
-) -> tuple[Any, dict[str, Placement]]:
-    """Finds the tensors of all weights. Returns the layout, and by their paths the arrays in which
-    the checkpoint stores it. ValueError names unknown, missing and unfitting tensors, one a line,
-    up to a number of lines."""
-    shards, packing = model_shards(mesh), getattr(config, "packing", None)
-    layout, table = declare(model, config, shards)
-    tensors = unpacked(open_tensors(directory), table, packing)
-    published = stored_layout(declare(model, config)[0])
-    sources, wrong = assign(tensors, table, by_path(published))
-    if wrong or (wrong := repeats(tensors, table, sources)):
-        raise ValueError(first_lines(wrong))
-    placements = {
-        path: Placement(
-            sources[path],
-            array.shape,
-            NamedSharding(mesh, array.spec),
-            () if allow_nonfinite else limits_of(path, sources[path].tensors[0].dtype),
-        )
-        for path, array in by_path(stored_layout(layout)).items()
-    }
-    return layout, placements
 
 
 def load_weights(
@@ -144,12 +110,15 @@ def load_weights(
     """Loads the weights in `directory` onto `mesh`, laid out as the model file declares them. The
     matrices get `storage`; other weights get `dtype`, unless they declare a dtype of their own.
 
-    ValueError names tensors that do not fit, as in `place_arrays`; or the first one that holds NaN
-    or infinity, unless `allow_nonfinite`.
+    ValueError names unknown, missing and unfitting tensors, one a line, up to a number of lines; or
+    the first tensor that holds NaN or infinity, unless `allow_nonfinite`.
     """
-    layout, placements = place_arrays(directory, model, config, mesh, allow_nonfinite)
+    layout, table = declare(model, config, model_shards(mesh))
+    tensors = unpacked(open_tensors(directory), table, getattr(config, "packing", None))
+    sources = assign(tensors, table, by_path(stored_layout(declare(model, config)[0])))
     on_cpu = mesh.devices.flat[0].platform == "cpu"  # where int4 would take a byte anyway
-    total = sum(stored_bytes(x, part) for x in placements.values() for part in local_parts(x))
+    arrays = by_path(stored_layout(layout)).items()
+    total = sum(stored_bytes(sources[path], p) for path, x in arrays for p in local_parts(x, mesh))
     done = 0
 
     def advance(count: int) -> None:
@@ -161,30 +130,27 @@ def load_weights(
     def load(path: str, weight: Weight) -> Any:
         chosen = storage_for(weight, storage)
 
-        def array(path: str, declared: Weight) -> jax.Array:
-            own, stored = np.dtype(declared.dtype or dtype), placements[path].source.dtype
+        def array(field: Any, declared: Weight) -> jax.Array:
+            at = ".".join([path, *(key.name for key in field)])
+            own, source = np.dtype(declared.dtype or dtype), sources[at]
             if chosen is not None:
-                own = stored  # quantised from the stored numbers, not from those in `dtype`
-            elif path.endswith(".scale") and stored in FLOATS.values():
-                own = np.dtype(jnp.promote_types(own, stored))  # so no scale is rounded
+                own = source.dtype  # quantised from the stored numbers, not from those in `dtype`
+            elif field and field[-1].name == "scale" and source.dtype in FLOATS.values():
+                own = np.dtype(jnp.promote_types(own, source.dtype))  # so no scale is rounded
             elif own == jnp.int4:
                 own = np.dtype(np.int8)
-            return load_array(placements[path], own, advance)
+            if not allow_nonfinite:
+                source = source._replace(limits=limits_of(at, source.tensors[0].dtype))
+            loaded = load_array(source, declared, mesh, own, advance)
+            return loaded.astype(jnp.int4) if declared.dtype == jnp.int4 and not on_cpu else loaded
 
-        fields = published_arrays(weight)
-        if is_weight(fields):
-            loaded = array(path, fields)
-        else:
-            named = zip(fields._fields, fields, strict=True)
-            loaded = type(fields)(*(x and array(f"{path}.{name}", x) for name, x in named))
-        if isinstance(loaded, Grouped) and fields.values.dtype == jnp.int4 and not on_cpu:
-            loaded = loaded._replace(values=loaded.values.astype(jnp.int4))
+        loaded = jax.tree.map_with_path(array, published_arrays(weight), is_leaf=is_weight)
         if chosen is not None:
             loaded = convert(loaded, weight.spec, chosen, np.dtype(dtype), mesh)
         return jax.block_until_ready(rows_together(loaded))
 
     def place(path: str) -> tuple[Path, int]:
-        first = placements[path if path in placements else f"{path}.values"].source.tensors[0]
+        first = sources[path if path in sources else f"{path}.values"].tensors[0]
         return first.file, first.offset
 
     declared = by_path(layout)

@@ -1,17 +1,21 @@
 """Decides which stored tensor becomes which weight, by a model file's table of names.
 
-`assign` needs only the headers of the files, and reports all problems together. `repeats` then
-compares the data of tensors that should be equal.
+All that the headers of the files show is checked, and all problems are reported together, before
+the data of tensors that should be equal are compared.
 """
 
+import math
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from common.config import show
-from common.loading.reading import read_numbers, same_bytes, stored_shape
+from common.loading.files import first_lines
+from common.loading.reading import Limits, Span, chunks, read_rows, stored_shape
 from common.loading.stored import DTYPES, FLOATS, KEPT, StoredTensor, Tensors
-from common.names import Axes, Dropped, Holds, Same, Table, Target, Transform
+from common.names import Axes, Dropped, Holds, Same, Table, Target, Transform, weight_of
+from common.sharding import round_up
 from common.weights import Weight
 
 
@@ -21,6 +25,7 @@ class Source(NamedTuple):
     tensors: tuple[StoredTensor, ...]
     transform: Transform
     stacked: bool
+    limits: Limits | None = None  # None: all numbers are accepted
 
     @property
     def dtype(self) -> np.dtype:
@@ -34,144 +39,126 @@ def starred(name: str) -> tuple[str, list[str]]:
 
 
 def fill(pattern: str, numbers: list[str]) -> str:
-    """Replaces each `*` of a pattern by a number, from the left."""
+    """Replaces each `*` of a pattern by a number, from the left, as long as there are numbers."""
     words = iter(numbers)
-    return "".join(next(words) if c == "*" else c for c in pattern)
+    return "".join(next(words, c) if c == "*" else c for c in pattern)
 
 
-def targets_of(name: str, table: Table) -> tuple[list[Target], list[str]] | None:
-    """Returns what a stored tensor becomes, and the numbers that the `*` in its row stand for. None
-    if the table does not know the name. Tries four rows in this order: the name itself; "prefix.**"
-    for a prefix of it; `*` for every number but the first; `*` for every number."""
+def target_of(name: str, table: Table) -> tuple[Target, list[str]]:
+    """Returns what a stored tensor becomes, and the numbers that the `*` in its row stand for. The
+    target is "" if the table does not know the name. Tries four rows in this order: the name
+    itself; "prefix.**" for a prefix of it; `*` for every number but the first; `*` for every
+    number."""
     pattern, numbers = starred(name)
-    prefix = next((p for p in table if p.endswith(".**") and name.startswith(p[:-2])), None)
-    one_layer = fill(pattern, [*numbers[:1], *"*" * len(numbers[1:])])
+    prefix = next((p for p in table if p.endswith(".**") and name.startswith(p[:-2])), "")
+    one_layer = fill(pattern, numbers[:1])
     rows: Any = ((name, []), (prefix, []), (one_layer, numbers[1:]), (pattern, numbers))
-    for key, stars in rows:
-        if key is not None and key in table:
-            found = table[key]
-            return found if isinstance(found, list) else [found], stars
-    return None
-
-
-def assign(
-    tensors: Tensors, table: Table, arrays: dict[str, Weight]
-) -> tuple[dict[str, Source], list[str]]:
-    """Returns the source of each array, and everything that is wrong, one problem a line."""
-    found: dict[str, dict[int, StoredTensor]] = {path: {} for path in arrays}
-    wrong: list[str] = []
-    for name, tensor in tensors.items():
-        targets, numbers = targets_of(name, table) or ([""], starred(name)[1])
-        for target in targets:
-            if isinstance(target, Dropped) and target.beside not in tensors:
-                target = ""
-            if target is None or isinstance(target, Same | Dropped | Holds):
-                continue
-            pattern, transform = (target, None) if isinstance(target, str) else target
-            if transform is Axes.SPLIT:
-                *lead, a, b = tensor.shape
-                tensor = tensor._replace(shape=(*lead, a * b))
-            path, expert = fill(pattern, numbers), [int(n) for n in numbers[pattern.count("*") :]]
-            if path in arrays:
-                tensor = cropped(tensor, transform, arrays[path], bool(expert))
-                problems = misfits(tensor, transform, arrays[path], expert, found[path])
-                found[path].setdefault(expert[0] if expert else 0, tensor)
-            else:
-                problems = ["is not a weight of this model" + f": it has no {path}" * bool(path)]
-            wrong += [f"{tensor.file.name}: {name} {problem}" for problem in problems]
-    rows = rows_by_path(table)
-    sources = {}
-    for path, array in arrays.items():
-        pattern, numbers = (path, list[str]()) if path in rows else starred(path)
-        if pattern not in rows:
-            raise ValueError(f"the checkpoint table of the model file has no row for {pattern}")
-        name, transform = rows[pattern]
-        stacked = name.count("*") > pattern.count("*")
-        shape = array.shape[1:] if stacked else array.shape
-        for i in sorted(set(range(array.shape[0] if stacked else 1)) - set(found[path])):
-            wrong.append(f"no file has {fill(name, [*numbers, str(i)])}, of shape {list(shape)}")
-        sources[path] = Source(
-            tuple(found[path][i] for i in sorted(found[path])), transform, stacked
-        )
-    return sources, wrong
+    return next(((table[key], stars) for key, stars in rows if key in table), ("", numbers))
 
 
 def rows_by_path(table: Table) -> dict[str, tuple[str, Transform]]:
     """Inverts the table: from each path to its stored name and transform."""
-    rows: dict[str, tuple[str, Transform]] = {}
-    for name, found in table.items():
-        for target in found if isinstance(found, list) else [found]:
-            if isinstance(target, str):
-                rows[target] = name, None
-            elif isinstance(target, tuple) and not isinstance(target, Same | Dropped | Holds):
-                rows[target[0]] = name, target[1]
-    return rows
+    rows = ((name, weight_of(target)) for name, target in table.items())
+    return {row[0]: (name, row[1]) for name, row in rows if row is not None}
 
 
-def cropped(
-    tensor: StoredTensor, transform: Transform, array: Weight, stacked: bool
-) -> StoredTensor:
-    """Returns a packed tensor with the shape of its weight, which drops the numbers that only fill
-    up the last words. Returns any other tensor as it is."""
-    words, want = tensor.words, stored_shape(array.shape[stacked:], transform)
-    if words is None or len(want) != 2 or tensor.shape != words.filled(want):
-        return tensor
-    return tensor._replace(shape=want)
+def row_of(path: str, rows: dict[str, tuple[str, Transform]]) -> tuple[str, Transform]:
+    """Returns the stored name of an array, with a `*` if each expert has its own, and the
+    transform."""
+    pattern, numbers = (path, list[str]()) if path in rows else starred(path)
+    if pattern not in rows:
+        raise ValueError(f"the checkpoint table of the model file has no row for {pattern}")
+    name, transform = rows[pattern]
+    return fill(name, numbers), transform
 
 
-def misfits(
-    tensor: StoredTensor,
-    transform: Transform,
-    array: Weight,
-    expert: list[int],
-    others: dict[int, StoredTensor],
-) -> list[str]:
-    """Says why a tensor cannot fill an array, or place `expert` of a stack. `others` are the
-    array's tensors that were found so far."""
-    shape = array.shape
-    if expert and expert[0] >= shape[0]:
-        return [f"is not a weight of this model: it has only {shape[0]} experts"]
-    if (other := others.get(expert[0] if expert else 0)) is not None:
-        return [f"is the same weight as {other.name}; which one is meant?"]
-    want, problems = stored_shape(shape[1:] if expert else shape, transform), list[str]()
-    if tensor.shape != want:
-        problems.append(f"has shape {show(list(tensor.shape))}, but the config says {list(want)}")
-    kept = None if array.dtype is None else np.dtype(array.dtype)
-    allowed = [name for name, dtype in KEPT.items() if dtype == kept] or list(FLOATS)
-    if tensor.dtype not in allowed:
+def assign(tensors: Tensors, table: Table, arrays: dict[str, Weight]) -> dict[str, Source]:
+    """Returns the source of each array. ValueError names everything that is wrong, one problem a
+    line, up to a number of lines."""
+    found: dict[str, dict[int, StoredTensor]] = {path: {} for path in arrays}
+    wrong, checked = list[str](), list[tuple[StoredTensor, Same | Holds]]()
+    for name, tensor in tensors.items():
+        target, numbers = target_of(name, table)
+        if isinstance(target, Same | Holds):
+            checked.append((tensor, target))
+        if isinstance(target, Dropped) and target.beside not in tensors:
+            target = ""
+        if (row := weight_of(target)) is None:
+            continue
+        path, expert = fill(row[0], numbers), numbers[row[0].count("*") :]
+        place = int(expert[0]) if expert else 0
+        if path not in arrays:
+            problems = ["is not a weight of this model" + (path and f": it has no {path}")]
+        elif expert and place >= (n := arrays[path].shape[0]):
+            problems = [f"is not a weight of this model: it has only {n} experts"]
+        elif (other := found[path].get(place)) is not None:
+            problems = [f"is the same weight as {other.name}; which one is meant?"]
+        else:
+            first = next(iter(found[path].values()), tensor)
+            tensor, problems = fit(tensor, row[1], arrays[path], bool(expert), first)
+            found[path][place] = tensor
+        wrong += [f"{tensor.file.name}: {name} {problem}" for problem in problems]
+    rows, sources = rows_by_path(table), {}
+    for path, array in arrays.items():
+        name, transform = row_of(path, rows)
+        stacked, stored = "*" in name, found[path]
+        count, *shape = array.shape if stacked else (1, *array.shape)
+        missing = (fill(name, [str(i)]) for i in range(count) if i not in stored)
+        wrong += [f"no file has {each}, of shape {shape}" for each in missing]
+        sources[path] = Source(tuple(stored[i] for i in sorted(stored)), transform, stacked)
+    if not wrong:
+        problem_of = ((x, differs(x, target, sources)) for x, target in checked)
+        wrong = [f"{x.file.name}: {x.name} {problem}" for x, problem in problem_of if problem]
+    if wrong:
+        raise ValueError(first_lines(wrong))
+    return sources
+
+
+def fit(
+    tensor: StoredTensor, transform: Transform, array: Weight, stacked: bool, first: StoredTensor
+) -> tuple[StoredTensor, list[str]]:
+    """Returns a tensor in the shape that an array, or each matrix of a stack, must have, and why it
+    does not fit. `first` is the first tensor of the stack."""
+    want = stored_shape(array.shape[1:] if stacked else array.shape, transform)
+    shape = tensor.shape
+    if transform is Axes.SPLIT:
+        shape = (*shape[:-2], math.prod(shape[-2:]))
+    if (words := tensor.words) is not None:  # the last word of a row or column may be partly filled
+        n = len(words.places)
+        full = tuple(round_up(m, n) if i == words.axis else m for i, m in enumerate(want))
+        shape = want if shape == full else shape
+    problems = []
+    if shape != want:
+        problems.append(f"has shape {show(list(shape))}, but the config says {list(want)}")
+    kept = jnp.int8 if array.dtype == jnp.int4 else array.dtype
+    allowed = [name for name, dtype in KEPT.items() if kept is not None and dtype == kept]
+    if tensor.dtype not in (allowed := allowed or list(FLOATS)):
         problems.append(f"has dtype {tensor.dtype}, but only {', '.join(allowed)} can be read")
-    elif others and tensor.dtype != (first := next(iter(others.values()))).dtype:
+    elif tensor.dtype != first.dtype:
         problems.append(f"has dtype {tensor.dtype}, but {first.name} has {first.dtype}")
-    return problems
+    return tensor._replace(shape=shape), problems
 
 
-def differs(tensor: StoredTensor, want: tuple[int, ...]) -> str | None:
-    """Says how a tensor differs from the whole numbers that it should hold."""
+def differs(tensor: StoredTensor, target: Same | Holds, sources: dict[str, Source]) -> str | None:
+    """Says how a tensor differs from the weight that it should repeat, or from the whole numbers
+    that it should hold. None if it does not."""
+    if isinstance(target, Same):
+        original, rows = sources[target.path].tensors[0], [Span(0, 0, tensor.shape[0])]
+        both = zip(chunks(tensor, rows), chunks(original, rows), strict=True)
+        alike = (tensor.shape, tensor.dtype) == (original.shape, original.dtype)
+        if alike and all(x.tobytes() == y.tobytes() for (_, x), (_, y) in both):
+            return None
+        return f"differs from {original.name}, although config.json ties them (tie_word_embeddings)"
+    want = target.numbers
     if tensor.dtype not in ("I8", "I32", "I64") and not (want == (0,) and tensor.dtype in FLOATS):
         return f"has dtype {tensor.dtype}, but only whole numbers can be read"
     if len(want) > 1 and tensor.shape != (len(want),):
         return f"has shape {show(list(tensor.shape))}, but the config says [{len(want)}]"
-    found = read_numbers(tensor)
+    found = np.empty(tensor.shape, DTYPES[tensor.dtype])
+    with open(tensor.file, "rb") as f:
+        read_rows(f, tensor, 0, found)
     different = np.flatnonzero(found.reshape(-1) != np.array(want))
     if not different.size:
         return None
     i = int(different[0])
     return f"holds {found.flat[i]} at {i}, but the config says {want[i % len(want)]}"
-
-
-def repeats(tensors: Tensors, table: Table, sources: dict[str, Source]) -> list[str]:
-    """Compares the stored tensors that should repeat another one, or hold known numbers; says which
-    differ, one a line."""
-    wrong = []
-    for name, tensor in tensors.items():
-        for target in (targets_of(name, table) or ([], []))[0]:
-            if isinstance(target, Holds) and (problem := differs(tensor, target.numbers)):
-                wrong.append(f"{tensor.file.name}: {name} {problem}")
-            if isinstance(target, Same):
-                original = sources[target.path].tensors[0]
-                if not same_bytes(tensor, original):
-                    wrong.append(
-                        f"{tensor.file.name}: {name} differs from {original.name}, although "
-                        "config.json ties them (tie_word_embeddings)"
-                    )
-    return wrong

@@ -8,72 +8,52 @@ groups become smaller, and each part of a group has its scale.
 """
 
 import math
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from common.loading.matching import fill, rows_by_path, starred, targets_of
+from common.loading.matching import fill, row_of, rows_by_path, target_of
+from common.loading.reading import positions
 from common.loading.stored import Tensors, Words
-from common.names import Axes, Holds, Order, Table, Target, Transform
-from common.packing import Packing
+from common.names import Axes, Holds, Order, Table, Transform, weight_of
+from common.packing import Packing, is_quantised
 from common.quant import Grouped, Packed, Rowwise
 from common.sharding import EXPERT, TENSOR, UNSPLIT, Shards
 from common.weights import Weight, by_path, is_weight
 
 KINDS = ("matrix", "headwise", "stack")
-CHECKED = ("group", "shape", "bias")  # of the parts: what must be as expected, and is not loaded
 # Column j of eight is in the word at this place, counted in steps of four bits.
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-class PackedTensor(NamedTuple):
-    """A tensor that a file holds for a matrix."""
-
-    field: str  # of the form in which the matrix is stored, or one of CHECKED
-    packed: int | None = None  # the axis along which several numbers share a word
-
-
 class Format(NamedTuple):
-    """The tensors of a quantised matrix, by the last word of their name."""
+    """The tensors of a quantised matrix."""
 
-    parts: dict[str, PackedTensor]
+    # By the last word of a name: a field of the form in which the matrix is stored; or "group",
+    # "shape" or "bias", which are not loaded, but must be as expected.
+    fields: dict[str, str]
     rows_first: bool  # whether tensors are [out, in], and not [in, out]
+    packed: dict[str, int]  # the axis along which numbers of a field share a word
     places: tuple[int, ...] | None = None  # of the numbers in a word; None: in order
 
 
-FLOAT = Format({"weight": PackedTensor("values"), "weight_scale": PackedTensor("scale")}, True)
+FLOAT = Format({"weight": "values", "weight_scale": "scale"}, True, {})
+QUANTS = {"qweight": "values", "scales": "scale", "qzeros": "zero"}
 FORMATS = {
-    "awq": Format(
-        {
-            "qweight": PackedTensor("values", 1),
-            "scales": PackedTensor("scale"),
-            "qzeros": PackedTensor("zero", 1),
-        },
-        False,
-        AWQ,
-    ),
-    "gptq": Format(
-        {
-            "qweight": PackedTensor("values", 0),
-            "scales": PackedTensor("scale"),
-            "qzeros": PackedTensor("zero", 1),
-            "g_idx": PackedTensor("group"),
-            "bias": PackedTensor("bias"),  # AutoGPTQ writes zeros where a model has none
-        },
-        False,
-    ),
+    "awq": Format(QUANTS, False, dict(values=1, zero=1), AWQ),
+    # AutoGPTQ writes biases of zeros where a model has none.
+    "gptq": Format(QUANTS | {"g_idx": "group", "bias": "bias"}, False, dict(values=0, zero=1)),
     "pack-quantized": Format(
         {
-            "weight_packed": PackedTensor("values", 1),
-            "weight_scale": PackedTensor("scale"),
-            "weight_zero_point": PackedTensor("zero", 0),
-            "weight_shape": PackedTensor("shape"),
+            "weight_packed": "values",
+            "weight_scale": "scale",
+            "weight_zero_point": "zero",
+            "weight_shape": "shape",
         },
         True,
+        dict(values=1, zero=0),
     ),
     "float-quantized": FLOAT,
     "fbgemm": FLOAT,
@@ -88,23 +68,30 @@ def declare(module: Any, config: Any, shards: Shards = UNSPLIT) -> tuple[Any, Ta
     if packing is None:
         return layout, table
     whole, rows = by_path(module.weight_layout(config)), rows_by_path(table)
-    declared, added = by_path(layout), Table()
-    paths = {name: path for path, (name, _) in rows.items()}
+    declared, added, format = by_path(layout), Table(), FORMATS[packing.format]
     for path, weight in declared.items():
-        pattern, numbers = starred(path)
-        row, transform = rows[pattern]
-        name = fill(row, [*numbers, *"*" * row.count("*")])
-        if is_packed(packing, path, weight, name):
-            width = whole[path].shape[-1]
-            order = None if is_published_order(transform) else transform
-            if isinstance(order, Axes):
-                raise ValueError(f"config.json: {name} cannot be quantised in this family")
-            scales, of_groups = group_order(packing, weight, width, order, shards)
-            declared[path] = weight._replace(published=published(packing, scales))
-            rows_here = rows_of(packing, path, name, whole[path].shape[-2:], order, of_groups)
-            bias = paths.get(row.removesuffix("weight") + "bias")
-            has_bias = bias is not None and fill(bias, numbers) in declared
-            added |= {n: x for n, x in rows_here.items() if not (has_bias and n.endswith(".bias"))}
+        name, transform = row_of(path, rows)
+        if not is_packed(packing, path, weight, name):
+            continue
+        order = None if is_published_order(transform) else transform
+        if isinstance(order, Axes):
+            raise ValueError(f"config.json: {name} cannot be quantised in this family")
+        (n_out, n_in), stem = whole[path].shape[-2:], name.removesuffix("weight")
+        scales, of_groups = group_order(packing, weight, n_in, order, shards)
+        declared[path] = weight._replace(published=published(packing, scales))
+        checked = dict(shape=(n_out // len(halves(stem)), n_in), bias=(0,))
+        checked["group"] = group_of_each(n_in, packing.group or n_in)
+        if not packing.zero:
+            checked["zero"] = (0,)
+        for end, field in format.fields.items():
+            if field in checked:
+                added |= {half + end: Holds(checked[field]) for half in halves(stem)}
+            else:
+                added[stem + end] = f"{path}.{field}", field_order(field, format, order, of_groups)
+        target, numbers = target_of(f"{stem}bias", table)
+        bias, _ = weight_of(target) or ("", None)
+        if fill(bias, numbers) in declared:  # the model's own
+            added.pop(f"{stem}bias", None)
     tree = jax.tree.structure(layout, is_leaf=is_weight)
     return jax.tree.unflatten(tree, list(declared.values())), table | added
 
@@ -127,11 +114,11 @@ def is_packed(packing: Packing, path: str, weight: Weight, name: str) -> bool:
         return False
     experts = range(weight.shape[0]) if "*" in name else range(1)
     module = name.removesuffix(".weight")
-    found = {holds(packing, fill(half, [str(e)])) for half in halves(module) for e in experts}
+    found = {is_quantised(packing, fill(x, [str(e)])) for x in halves(module) for e in experts}
     if len(found) > 1:
         raise ValueError(f"config.json: quantization_config quantises only some of {module}")
-    joined = len(halves(module)) > 1 and not FORMATS[packing.format].rows_first
-    if found == {True} and (module == name or joined):
+    is_joined = len(halves(module)) > 1 and not FORMATS[packing.format].rows_first
+    if found == {True} and (module == name or is_joined):
         raise ValueError(f"config.json: {name} is not implemented with quantization_config")
     return found == {True}
 
@@ -139,11 +126,6 @@ def is_packed(packing: Packing, path: str, weight: Weight, name: str) -> bool:
 def halves(name: str) -> list[str]:
     """The names of the tensors that the loader joins to the one with this name."""
     return list(dict.fromkeys(name.replace(".gate_up_", x) for x in (".gate_", ".up_")))
-
-
-@cache
-def holds(packing: Packing, module: str) -> bool:
-    return packing.holds(module)
 
 
 def is_published_order(transform: Transform) -> bool:
@@ -160,63 +142,31 @@ def group_order(
     ones. `width` is the published length of a row."""
     sizes = {EXPERT: shards.expert, TENSOR: shards.tensor}
     parts = math.prod(sizes[axis] for axis in jax.tree.leaves(weight.spec[-1]))
-    padded = weight.shape[-1]
+    padded, own = weight.shape[-1], order if order is not None and order.axis == 1 else None
     if packing.group is None:
         return parts, Order(0, 1, (0,) * parts) if parts > 1 else None
     if width % (group := packing.group):
         raise ValueError(f"config.json: rows of {width} are not whole groups of {group}")
-    source, unit = np.arange(padded), math.gcd(group, padded // parts)
-    source[width:] = -1
-    if order is not None and order.axis == 1:
-        blocks = np.array(order.blocks)[:, None]
-        source = np.where(blocks < 0, -1, blocks * order.size + np.arange(order.size)).ravel()
-        unit = math.gcd(unit, order.size)
+    unit = math.gcd(group, padded // parts, own.size if own is not None else 0)
     if unit < min(group, 8):
         raise ValueError(f"rows of {width} in groups of {group} cannot be split over {parts}")
-    firsts = source[::unit]
-    groups = tuple(int(i) for i in np.where(firsts < 0, -1, firsts // group))
+    groups = tuple((positions(width, padded, own)[::unit] // group).tolist())  # -1 where zeros are
     return len(groups), None if groups == tuple(range(width // group)) else Order(0, 1, groups)
 
 
-def rows_of(
-    packing: Packing,
-    path: str,
-    name: str,
-    shape: tuple[int, ...],
-    order: Order | None,
-    of_groups: Order | None,
-) -> Table:
-    """The rows of the table for the tensors of one matrix. `order` is that of its plain form."""
-    (n_out, n_in), format = shape, FORMATS[packing.format]
-    module, group = name.removesuffix("weight"), packing.group or n_in
-    parts = halves(module)
-
-    def transform(field: str) -> Transform:
-        """The transform of a field. A field is [in, out], except the values of Rowwise."""
-        rows_first = field == "values" and format is FLOAT
-        own = order
-        if own is not None and not rows_first:
-            own = own._replace(axis=1 - own.axis)
-        if field != "values" and (of_groups is not None or (own is not None and own.axis == 0)):
-            own = of_groups
-        if rows_first == format.rows_first:
-            return own
-        return Axes.SWAPPED if own is None else own._replace(swapped=True)
-
-    def target(field: str) -> Target:
-        if field == "group":
-            return Holds(group_of_each(n_in, group))
-        if field == "shape":
-            return Holds((n_out // len(parts), n_in))
-        if field == "bias" or (field == "zero" and not packing.zero):
-            return Holds((0,))
-        return f"{path}.{field}", transform(field)
-
-    return {
-        each + end: target(part.field)
-        for end, part in format.parts.items()
-        for each in (parts if part.field in CHECKED else [module])
-    }
+def field_order(
+    field: str, format: Format, order: Order | None, of_groups: Order | None
+) -> Transform:
+    """The transform of a field, which is [in, out], except the values of Rowwise. `order` is that
+    of the plain matrix [out, in]."""
+    rows_first, own = field == "values" and format is FLOAT, order
+    if field != "values" and (order is None or order.axis == 1):
+        own = of_groups
+    elif order is not None and not rows_first:
+        own = order._replace(axis=1 - order.axis)
+    if rows_first == format.rows_first:
+        return own
+    return Axes.SWAPPED if own is None else own._replace(swapped=True)
 
 
 @cache
@@ -231,32 +181,25 @@ def unpacked(tensors: Tensors, table: Table, packing: Packing | None) -> Tensors
     or dtype."""
     if packing is None:
         return tensors
-    format = FORMATS[packing.format]
-
-    def wide() -> Iterator[tuple[str, Any]]:
-        for name, tensor in tensors.items():
-            part = format.parts.get(name.rpartition(".")[2], PackedTensor(""))
-            if part.packed is None or len(tensor.shape) != 2:
-                yield name, tensor
-                continue
-            if tensor.dtype != "I32":
-                raise ValueError(f"{name} has dtype {tensor.dtype}, but packed numbers are I32")
-            places = format.places or tuple(range(32 // packing.bits))
-            plus = packing.plus if part.field == "zero" else 0
-            words = Words(packing.bits, part.packed, places, plus)
-            numbers = list(tensor.shape)
-            numbers[part.packed] *= len(places)
-            kind = "I4" if part.field == "values" and packing.bits == 4 else "I8"
-            yield name, tensor._replace(shape=tuple(numbers), dtype=kind, words=words)
-
-    found = dict(wide())
+    format, found = FORMATS[packing.format], dict(tensors)
+    places = format.places or tuple(range(32 // packing.bits))
+    field_of = {name: format.fields.get(name.rpartition(".")[2], "") for name in tensors}
+    for name, tensor in tensors.items():
+        axis = format.packed.get(field_of[name])
+        if axis is None or len(tensor.shape) != 2:
+            continue
+        if tensor.dtype != "I32":
+            raise ValueError(f"{name} has dtype {tensor.dtype}, but packed numbers are I32")
+        plus = packing.plus if field_of[name] == "zero" else 0
+        words = Words(packing.bits, axis, places, plus, tensor.shape[1])
+        shape = tuple(n * len(places) if i == axis else n for i, n in enumerate(tensor.shape))
+        found[name] = tensor._replace(shape=shape, dtype="I8", words=words)
     for upper in [name for name in found if ".gate_proj." in name]:
         lower, whole = (upper.replace(".gate_", x) for x in (".up_", ".gate_up_"))
-        field = format.parts.get(upper.rpartition(".")[2], PackedTensor("")).field
-        if lower in found and field not in CHECKED and targets_of(whole, table) is not None:
+        if lower in found and target_of(whole, table)[0] != "":
             first, second = found.pop(upper), found.pop(lower)
             if second._replace(file=first.file, name=first.name, offset=first.offset) != first:
                 raise ValueError(f"{lower} differs from {upper} in shape or dtype")
             shape = (2 * first.shape[0], *first.shape[1:])
-            found[whole] = first._replace(shape=shape, below=second)
+            found[whole] = first._replace(shape=shape, parts=(first, second))
     return found

@@ -1,4 +1,5 @@
-"""Reads parts of stored tensors, in chunks of whole rows, and reorders and casts each chunk.
+"""Reads parts of stored tensors, in chunks of whole rows. Checks that the numbers of each chunk are
+finite, reorders and casts them.
 
 Files are read, not memory-mapped: if a mapped file is cut short, the process is killed. Rows are
 read whole even if only some columns are needed, because storage reads through a gap of a few
@@ -12,13 +13,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.loading.finite import Limits, check_finite
 from common.loading.stored import DTYPES, StoredTensor, Words
 from common.names import Axes, Order, Transform
 
 READ_BYTES = 1 << 20  # per read; a chunk of this size is still in the CPU's cache when it is cast
 
 Part = tuple[tuple[int, int], ...]  # (start, stop) along each axis of an array
+Limits = tuple[int, int]  # the least bits that are not finite, read as signed and unsigned integers
+
+# NaN and infinity have the largest bits: positive ones as signed integers, negative ones as
+# unsigned integers. So the bits alone tell them, as fast as memory. F8_E4M3 has no infinity.
+LIMITS: dict[str, Limits] = {
+    "F32": (0x7F800000, 0xFF800000),
+    "BF16": (0x7F80, 0xFF80),
+    "F16": (0x7C00, 0xFC00),
+    "F8_E4M3": (0x7F, 0xFF),
+}
+EXPONENTS: Limits = (256, 255)  # for the scales of 4-bit weights, which are unsigned
 
 
 class Span(NamedTuple):
@@ -27,6 +38,22 @@ class Span(NamedTuple):
     to: int
     start: int
     length: int
+
+
+def limits_of(path: str, dtype: str) -> Limits | None:
+    """Returns the limits for the weight at `path`, stored in `dtype`; None if all bits are
+    finite."""
+    return EXPONENTS if dtype == "U8" and path.endswith(".scale") else LIMITS.get(dtype)
+
+
+def check_finite(tensor: StoredTensor, numbers: np.ndarray, limits: Limits) -> None:
+    """ValueError if `numbers`, a contiguous part of a stored tensor, hold NaN or infinity."""
+    signed, unsigned = (numbers.view(f"{kind}{numbers.itemsize}").max() for kind in "iu")
+    if signed >= limits[0] or unsigned >= limits[1]:
+        raise ValueError(
+            f"{tensor.file}: {tensor.name} holds NaN or infinity; download it again, or run it as "
+            "it is with --allow-nonfinite"
+        )
 
 
 def is_swapped(transform: Transform) -> bool:
@@ -40,19 +67,21 @@ def swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def stored_shape(shape: tuple[int, ...], transform: Transform) -> tuple[int, ...]:
     """Returns the shape that the stored tensor of an array must have."""
-    if isinstance(transform, Order) and transform.stored is not None:
-        extent = transform.stored * transform.size
-        shape = (*shape[: transform.axis], extent, *shape[transform.axis + 1 :])
     return swapped(shape) if is_swapped(transform) else shape
+
+
+def positions(stored: int, padded: int, order: Order | None) -> np.ndarray:
+    """Returns the stored position of each element of a padded axis; -2 where it is zero."""
+    if order is None:
+        source = np.arange(max(stored, padded))
+        return np.where(source < stored, source, -2)
+    blocks = np.array(order.blocks)[:, None]
+    return np.where(blocks < 0, -2, blocks * order.size + np.arange(order.size)).ravel()
 
 
 def spans(stored: int, padded: int, part: tuple[int, int], order: Order | None) -> list[Span]:
     """Returns the stored elements that fill a part of one padded axis; the rest is zeros."""
-    source = np.arange(max(stored, padded))
-    source[stored:] = -2  # zeros; not -1, because 0 would seem to continue it
-    if order is not None:
-        blocks = np.array(order.blocks)[:, None]
-        source = np.where(blocks < 0, -2, blocks * order.size + np.arange(order.size)).ravel()
+    source = positions(stored, padded, order)
     if len(source) != padded or source.max() >= stored:
         raise ValueError(f"{order} cannot lay {stored} stored elements out as {padded}")
     source = source[slice(*part)]
@@ -68,7 +97,7 @@ def read_tensor(
     padded: tuple[int, ...],
     part: Part,
     out: np.ndarray,
-    limits: Limits = (),
+    limits: Limits | None = None,
 ) -> None:
     """Fills `out` with one part of a padded and reordered tensor. ValueError if numbers are NaN or
     infinite, by `limits`."""
@@ -80,73 +109,61 @@ def read_tensor(
         spans(n, m, p, order if order is not None and order.axis == axis else None)
         for n, m, p, axis in zip(tensor.shape, padded, part, axes, strict=True)
     )
-    for piece, some in pieces(tensor, rows):
-        read_spans(piece, some, columns, out, limits)
+    same_rows = (out.shape[1:], out.dtype) == (tensor.shape[1:], DTYPES[tensor.dtype])
+    is_whole = columns == [[Span(0, 0, n)] for n in tensor.shape[1:]]
+    in_place = same_rows and is_whole and out.flags.c_contiguous  # no cast needed
+    for stored, some in stored_rows(tensor, rows):
+        for to, chunk in chunks(stored, some, out if in_place else None):
+            if limits is not None:
+                check_finite(stored, chunk, limits)
+            if in_place:
+                continue
+            for pieces in itertools.product(*columns):
+                there = (slice(p.to, p.to + p.length) for p in pieces)
+                here = (slice(p.start, p.start + p.length) for p in pieces)
+                out[to : to + len(chunk), *there] = chunk[:, *here]
 
 
-def pieces(
+def stored_rows(
     tensor: StoredTensor, rows: Sequence[Span]
 ) -> Iterator[tuple[StoredTensor, Sequence[Span]]]:
-    """Yields the one or two tensors that hold the rows, each with the spans that it fills. (The
-    gate and up halves of a fused matrix may be two tensors: see `StoredTensor.below`.)"""
-    if tensor.below is None:
-        yield tensor, rows
-        return
-    first = tensor.shape[0] - tensor.below.shape[0]
-    for part, start, stop in ((tensor, 0, first), (tensor.below, first, tensor.shape[0])):
-        found = []
-        for to, at, length in rows:
-            low, high = max(at, start), min(at + length, stop)
-            if low < high:
-                found.append(Span(to + low - at, low - start, high - low))
-        yield part._replace(shape=(stop - start, *tensor.shape[1:]), below=None), found
+    """Yields the tensors that hold the rows, each with the spans that it fills."""
+    first = 0
+    for part in tensor.parts or (tensor,):
+        last = first + part.shape[0]
+        cut = [(to - start, max(start, first), min(start + n, last)) for to, start, n in rows]
+        found = [Span(by + i, i - first, stop - i) for by, i, stop in cut if i < stop]
+        yield part._replace(shape=(part.shape[0], *tensor.shape[1:])), found
+        first = last
 
 
-def read_spans(
-    tensor: StoredTensor,
-    rows: Sequence[Span],
-    columns: Sequence[list[Span]],
-    out: np.ndarray,
-    limits: Limits,
-) -> None:
-    """Reads some rows of a tensor, and fills `out` with some of their columns."""
-    dtype = DTYPES[tensor.dtype]
-    row_bytes = math.prod(tensor.shape[1:]) * dtype.itemsize
-    is_whole = list(columns) == [[Span(0, 0, n)] for n in tensor.shape[1:]] and tensor.words is None
-    same_rows = (out.shape[1:], out.dtype) == (tensor.shape[1:], dtype)
-    if is_whole and same_rows and out.flags.c_contiguous:  # no chunk and no cast needed
-        for piece in read_rows(tensor, rows, row_bytes, out):
-            check_finite(tensor, piece, limits)  # while it is in the CPU's cache
-        return
-    step = max(1, READ_BYTES // row_bytes)
-    scratch = np.empty((step, *tensor.shape[1:]), dtype)
-    with open(tensor.file, "rb") as f:
+def chunks(
+    tensor: StoredTensor, rows: Sequence[Span], out: np.ndarray | None = None
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Reads rows, about READ_BYTES at a time. Yields each chunk and the position that it goes to.
+    Each is read into its place in `out`, or into an array that the next one overwrites."""
+    shape, dtype = tensor.shape[1:], DTYPES[tensor.dtype]
+    step = max(1, READ_BYTES // (math.prod(shape) * dtype.itemsize))
+    scratch = np.empty((step, *shape), dtype)
+    with open(tensor.file, "rb", buffering=0) as f:
         for to, start, length in rows:
             for i in range(0, length, step):
-                chunk = scratch[: min(step, length - i)]
-                if tensor.words is not None:
-                    chunk = read_words(f, tensor, tensor.words, start + i, len(chunk))
-                else:
-                    read_into(f, tensor.offset + (start + i) * row_bytes, chunk)
-                check_finite(tensor, chunk, limits)
-                into = out[to + i : to + i + len(chunk)]
-                for pieces in itertools.product(*columns):
-                    there = (slice(p.to, p.to + p.length) for p in pieces)
-                    here = (slice(p.start, p.start + p.length) for p in pieces)
-                    into[:, *there] = chunk[:, *here]
+                chunk = (scratch if out is None else out[to + i :])[: min(step, length - i)]
+                read_rows(f, tensor, start + i, chunk)
+                yield to + i, chunk
 
 
-def read_words(
-    file: Any, tensor: StoredTensor, words: Words, start: int, length: int
-) -> np.ndarray:
-    """Reads rows of a tensor whose numbers are packed: int8 [length, columns]."""
-    per_row = len(words.places) if words.axis == 0 else 1
-    first, last = start // per_row, -(-(start + length) // per_row)
-    shape = (last - first, *words.of(tensor.shape)[1:])
-    stored = np.empty(shape, np.int32)
-    read_into(file, tensor.offset + first * math.prod(shape[1:]) * stored.itemsize, stored)
-    start -= first * per_row
-    return unpack(stored, words)[start : start + length, : tensor.shape[1]]
+def read_rows(file: Any, tensor: StoredTensor, start: int, out: np.ndarray) -> None:
+    """Fills `out` with rows of a tensor, from `start` on."""
+    if (words := tensor.words) is None:
+        read_into(file, tensor.offset + start * (out.nbytes // len(out)), out)
+        return
+    per_word = len(words.places) if words.axis == 0 else 1  # rows
+    first, last = start // per_word, -(-(start + len(out)) // per_word)
+    stored = np.empty((last - first, words.columns), np.int32)
+    read_into(file, tensor.offset + first * words.columns * stored.itemsize, stored)
+    numbers = unpack(stored, words)[start - first * per_word :]
+    out[:] = numbers[: len(out), : out.shape[1]]
 
 
 def unpack(stored: np.ndarray, words: Words) -> np.ndarray:
@@ -165,30 +182,6 @@ def unpack(stored: np.ndarray, words: Words) -> np.ndarray:
     return numbers.reshape(-1, columns) if words.axis == 0 else numbers.reshape(rows, -1)
 
 
-def read_numbers(tensor: StoredTensor) -> np.ndarray:
-    """Reads a whole tensor of whole numbers."""
-    with open(tensor.file, "rb") as f:
-        if tensor.words is not None:
-            return read_words(f, tensor, tensor.words, 0, tensor.shape[0])
-        numbers = np.empty(tensor.shape, DTYPES[tensor.dtype])
-        read_into(f, tensor.offset, numbers)
-    return numbers
-
-
-def read_rows(
-    tensor: StoredTensor, rows: Sequence[Span], row_bytes: int, out: np.ndarray
-) -> Iterator[np.ndarray]:
-    """Reads whole rows into their places in `out`, and yields each piece that it has read."""
-    step = max(1, READ_BYTES // out.itemsize)
-    with open(tensor.file, "rb", buffering=0) as f:
-        for to, start, length in rows:
-            numbers, offset = out[to : to + length].reshape(-1), tensor.offset + start * row_bytes
-            for i in range(0, numbers.size, step):
-                piece = numbers[i : i + step]
-                read_into(f, offset + i * out.itemsize, piece)
-                yield piece
-
-
 def read_into(file: Any, offset: int, out: np.ndarray) -> None:
     file.seek(offset)
     buffer = out.reshape(-1).view(np.uint8).data
@@ -196,18 +189,3 @@ def read_into(file: Any, offset: int, out: np.ndarray) -> None:
         if not (count := file.readinto(buffer)):
             raise ValueError(f"{file.name} became shorter while it was read")
         buffer = buffer[count:]
-
-
-def same_bytes(a: StoredTensor, b: StoredTensor) -> bool:
-    """Whether two stored tensors hold the same numbers."""
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    size = math.prod(a.shape) * DTYPES[a.dtype].itemsize
-    with open(a.file, "rb") as f, open(b.file, "rb") as g:
-        for at in range(0, size, READ_BYTES):
-            chunks = np.empty((2, min(READ_BYTES, size - at)), np.uint8)
-            read_into(f, a.offset + at, chunks[0])
-            read_into(g, b.offset + at, chunks[1])
-            if not np.array_equal(*chunks):
-                return False
-    return True

@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from common.loading.files import (
-    check_regular,
-    first_line,
-    is_there,
-    read_json_if_there,
-    read_text,
-)
+from common.loading.files import first_line, is_there, read_json_if_there, read_text
 from common.text.tiktoken import load_tiktoken
 
 IMAGE_KEYS = ("image_token_index", "image_token_id")  # in a multimodal model's config.json
@@ -113,8 +107,6 @@ def _load_backend(
         )
     if is_there(whole):
         return _parse(whole, partial(tokenizers.Tokenizer.from_str, read_text(whole)))
-    for file in (vocab, merges):
-        check_regular(file)
     read = partial(models.BPE.from_file, str(vocab), str(merges))
     backend = tokenizers.Tokenizer(_parse(f"{vocab} with merges.txt", read))
     # Other families publish the same two files, but split text into words by other rules.
