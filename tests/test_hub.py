@@ -40,35 +40,18 @@ def test_one_call_downloads_what_is_read_and_nothing_else(downloads):
     assert locate("org/some.model-1", "v1") == Path("/snapshot")
     ((repo, options),) = downloads
     assert repo == "org/some.model-1" and options.pop("revision") == "v1"
-    wanted = {
-        *(
-            "config.json",
-            "generation_config.json",
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "vocab.json",
-        ),
-        *("special_tokens_map.json", "chat_template.jinja", "merges.txt", "tiktoken.model"),
-        *("model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"),
-    }
-    others = {
-        *("original/consolidated.00.pth", "original/params.json", "original/model.safetensors"),
-        *(
-            "consolidated.safetensors",
-            "consolidated.safetensors.index.json",
-            "onnx/model.onnx",
-            "model.onnx",
-        ),
-        *(
-            "pytorch_model.bin",
-            "pytorch_model.bin.index.json",
-            "model-Q4.gguf",
-            "rust_model.ot",
-            "README.md",
-        ),
-        *("metal/model.bin", "fp8/model.safetensors", "modeling_custom.py", "consolidated.00.pth"),
-    }
-    assert set(filter_repo_objects(wanted | others, **options)) == wanted
+    wanted = """
+        config.json generation_config.json tokenizer.json tokenizer_config.json vocab.json
+        special_tokens_map.json chat_template.jinja merges.txt tiktoken.model
+        model.safetensors model-00001-of-00002.safetensors model.safetensors.index.json
+    """.split()
+    others = """
+        original/consolidated.00.pth original/params.json original/model.safetensors
+        consolidated.safetensors consolidated.safetensors.index.json onnx/model.onnx model.onnx
+        pytorch_model.bin pytorch_model.bin.index.json model-Q4.gguf rust_model.ot README.md
+        metal/model.bin fp8/model.safetensors modeling_custom.py consolidated.00.pth
+    """.split()
+    assert list(filter_repo_objects(wanted + others, **options)) == wanted
 
 
 HUB_ERRORS = {

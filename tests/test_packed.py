@@ -3,7 +3,6 @@ packed the fixtures; see packers.py. packings.py says what they mean."""
 
 import functools
 import json
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -292,11 +291,18 @@ def test_published_sizes_can_be_split_as_they_are_without_quantisation(family, s
             assert all(w.shape[-1] / w.published.scales >= 32 for w in packed)
 
 
-def test_what_versions_of_compressed_tensors_add_changes_nothing():
-    read, same = model_of("llama3").config_from_hf, config_of("packed_w4a16")
-    assert read(changed("packed_w4a16", moe_sparsity_config=None)) == read(same)
-    dtypes = dict(g__weights__zp_dtype="torch.int8", g__weights__scale_dtype="torch.float16")
-    assert read(changed("packed_w4a16", **dtypes)) == read(same)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(moe_sparsity_config=None),
+        dict(g__weights__zp_dtype="torch.int8", g__weights__scale_dtype="torch.float16"),
+        # An order of quantisation that the files do not show.
+        *(dict(g__weights__actorder=order) for order in ("weight", "static", False)),
+    ],
+)
+def test_settings_of_compressed_tensors_that_change_nothing_are_read(changes):
+    read = model_of("llama3").config_from_hf
+    assert read(changed("packed_w4a16", **changes)) == read(config_of("packed_w4a16"))
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.5])
@@ -328,21 +334,6 @@ def test_modules_that_gptq_leaves_out_are_plain():
     assert layout["layers.1.w_up"].published is None
     assert isinstance(layout["layers.0.w_up"].published, Packed)
     assert isinstance(layout["layers.1.wq"].published, Packed)
-
-
-@pytest.mark.parametrize("order", ["weight", "static", False])
-def test_an_order_of_quantisation_that_the_files_do_not_show_changes_nothing(order):
-    read = model_of("llama3").config_from_hf
-    hf = changed("packed_w4a16", g__weights__actorder=order)
-    assert read(hf) == read(config_of("packed_w4a16"))
-
-
-def test_experts_of_which_a_half_is_quantised_are_refused():
-    """Gate and up become one matrix."""
-    hf = changed("packed_maverick", "llama4")
-    hf["quantization_config"]["ignore"].append("re:.*experts.*up_proj")
-    model = model_of("llama4")
-    refused(ValueError, "quantises only some of", declare, model, model.config_from_hf(hf))
 
 
 # ---- what is refused
@@ -461,53 +452,32 @@ def loaded(directory, hf, family="llama3"):
     return load_weights(directory, model, model.config_from_hf(hf), make_mesh(), np.float32)
 
 
-def rewritten(tmp_path, variant, change, family="llama3"):
-    tensors = tensors_of(family, variant)
-    change(tensors)
+def add_one(x):
+    x[1:] += 1
+    return x
+
+
+GATE, ZEROS = "layers.0.mlp.gate_proj", "layers.0.self_attn.q_proj.weight_zero_point"
+UNLIKE = [
+    # With act-order, g_idx is no sequence of neighbours, whatever config.json says.
+    ("llama3", "packed_gptq", f"{GATE}.g_idx", lambda x: x[::-1].copy(), "holds"),
+    # Zero points in a file that is called symmetric.
+    ("qwen3", "packed_gptq_int8", f"{GATE}.qzeros", add_one, "holds"),
+    ("llama3", "packed_w4a16", f"{GATE}.weight_shape", add_one, "holds"),
+    # Their bytes would be read as one number each, and then those of the next tensor.
+    ("llama3", "packed_asymmetric", ZEROS, lambda x: x.view(np.int8), "has dtype I8, but packed"),
+]
+
+
+@pytest.mark.parametrize("family, variant, name, change, problem", UNLIKE)
+def test_a_tensor_that_is_not_as_expected_is_refused(
+    tmp_path, family, variant, name, change, problem
+):
+    tensors, name = tensors_of(family, variant), f"model.{name}"
+    tensors[name] = change(tensors[name])
     save_file(tensors, tmp_path / "model.safetensors")
-    return tmp_path
-
-
-GATE = "model.layers.0.mlp.gate_proj"
-
-
-def test_rows_in_another_order_are_refused(tmp_path):
-    """With act-order, g_idx is no sequence of neighbours, whatever config.json says."""
-
-    def change(tensors):
-        tensors[f"{GATE}.g_idx"] = tensors[f"{GATE}.g_idx"][::-1].copy()
-
-    directory = rewritten(tmp_path, "packed_gptq", change)
-    refused(ValueError, f"{GATE}.g_idx holds", loaded, directory, config_of("packed_gptq"))
-
-
-def test_zero_points_in_a_file_that_is_called_symmetric_are_refused(tmp_path):
-    def change(tensors):
-        tensors[f"{GATE}.qzeros"][1, 2] += 1
-
-    directory = rewritten(tmp_path, "packed_gptq_int8", change, "qwen3")
-    hf = config_of("packed_gptq_int8", "qwen3")
-    refused(ValueError, f"{GATE}.qzeros holds", loaded, directory, hf, "qwen3")
-
-
-def test_packed_numbers_that_are_called_whole_ones_are_refused(tmp_path):
-    """Their bytes would be read as one number each, and then those of the next tensor."""
-    zeros = "model.layers.0.self_attn.q_proj.weight_zero_point"
-
-    def change(tensors):
-        tensors[zeros] = tensors[zeros].view(np.int8)
-
-    directory = rewritten(tmp_path, "packed_asymmetric", change)
-    what = f"{zeros} has dtype I8, but packed numbers are I32"
-    refused(ValueError, what, loaded, directory, config_of("packed_asymmetric"))
-
-
-def test_another_shape_than_that_of_the_words_is_refused(tmp_path):
-    def change(tensors):
-        tensors[f"{GATE}.weight_shape"] += 1
-
-    directory = rewritten(tmp_path, "packed_w4a16", change)
-    refused(ValueError, f"{GATE}.weight_shape holds", loaded, directory, config_of("packed_w4a16"))
+    hf = config_of(variant, family)
+    refused(ValueError, f"{name} {problem}", loaded, tmp_path, hf, family)
 
 
 def test_a_file_that_holds_other_tensors_than_config_json_says_is_refused(tmp_path):
@@ -523,25 +493,18 @@ def test_a_file_that_holds_other_tensors_than_config_json_says_is_refused(tmp_pa
         loaded(directory, hf)
 
 
-def test_experts_that_are_quantised_in_part_are_refused():
-    hf = config_of("packed_thinking", "kimi_k2")
-    hf["quantization_config"]["ignore"].append("re:.*experts.3.up_proj")
-    directory = FIXTURES / "kimi_k2" / "packed_thinking"
-    refused(ValueError, "quantises only some of", loaded, directory, hf, "kimi_k2")
-
-
-def test_a_file_cut_in_the_words_is_refused(tmp_path):
-    shutil.copytree(FIXTURES / "qwen3" / "packed_awq", tmp_path, dirs_exist_ok=True)
-    file = tmp_path / "model-00001-of-00002.safetensors"
-    file.write_bytes(file.read_bytes()[:-4])
-    refused(
-        ValueError,
-        "download it again",
-        loaded,
-        tmp_path,
-        config_of("packed_awq", "qwen3"),
-        "qwen3",
-    )
+@pytest.mark.parametrize(
+    "family, variant, ignored",
+    [
+        ("kimi_k2", "packed_thinking", "re:.*experts.3.up_proj"),
+        ("llama4", "packed_maverick", "re:.*experts.*up_proj"),  # gate and up become one matrix
+    ],
+)
+def test_experts_that_are_quantised_in_part_are_refused(family, variant, ignored):
+    hf = config_of(variant, family)
+    hf["quantization_config"]["ignore"].append(ignored)
+    directory = FIXTURES / family / variant
+    refused(ValueError, "quantises only some of", loaded, directory, hf, family)
 
 
 def test_groups_that_a_mesh_would_cut_too_small_are_refused():

@@ -30,7 +30,7 @@ from common.quant import Storage
 from common.sharding import model_shards
 from common.weights import Weight, by_path, is_weight, published_arrays, storage_for
 
-Progress = Callable[[int, int], None]  # bytes read so far, bytes in total
+Progress = Callable[[int, int], None]  # bytes of the arrays loaded so far, and of all
 
 
 def read_shard(source: Source, padded: tuple[int, ...], part: Part, dtype: np.dtype) -> np.ndarray:
@@ -56,30 +56,17 @@ def zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(pages, dtype, math.prod(shape)).reshape(shape)
 
 
-def local_parts(array: Weight, mesh: Mesh) -> dict[Part, list[jax.Device]]:
-    """Returns the distinct parts that this process holds, and the devices that hold each part."""
+def load_array(source: Source, array: Weight, mesh: Mesh, dtype: np.dtype) -> jax.Array:
+    """Reads, one after the other, the distinct parts that the devices of this process hold."""
+    sharding, shards = NamedSharding(mesh, array.spec), list[jax.Array]()
     parts: dict[Part, list[jax.Device]] = {}
-    sharding = NamedSharding(mesh, array.spec)
     for device, index in sharding.addressable_devices_indices_map(array.shape).items():
         part = tuple(s.indices(n)[:2] for s, n in zip(index or (), array.shape, strict=True))
         parts.setdefault(part, []).append(device)
-    return parts
-
-
-def stored_bytes(source: Source, part: Part) -> int:
-    return math.prod(stop - start for start, stop in part) * source.dtype.itemsize
-
-
-def load_array(
-    source: Source, array: Weight, mesh: Mesh, dtype: np.dtype, advance: Callable[[int], None]
-) -> jax.Array:
-    shards = []
-    for part, devices in local_parts(array, mesh).items():
+    for part, devices in parts.items():
         host = read_shard(source, array.shape, part, dtype)
         shards += jax.block_until_ready([jax.device_put(host, device) for device in devices])
         del host  # on CPU the array owns it now; elsewhere it is freed before the next read
-        advance(stored_bytes(source, part))
-    sharding = NamedSharding(mesh, array.spec)
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
@@ -118,19 +105,13 @@ def load_weights(
     sources = assign(tensors, table, by_path(stored_layout(declare(model, config)[0])))
     on_cpu = mesh.devices.flat[0].platform == "cpu"  # where int4 would take a byte anyway
     arrays = by_path(stored_layout(layout)).items()
-    total = sum(stored_bytes(sources[path], p) for path, x in arrays for p in local_parts(x, mesh))
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
+    done, total = 0, sum(math.prod(x.shape) * sources[path].dtype.itemsize for path, x in arrays)
 
     def load(path: str, weight: Weight) -> Any:
         chosen = storage_for(weight, storage)
 
         def array(field: Any, declared: Weight) -> jax.Array:
+            nonlocal done
             at = ".".join([path, *(key.name for key in field)])
             own, source = np.dtype(declared.dtype or dtype), sources[at]
             if chosen is not None:
@@ -141,7 +122,10 @@ def load_weights(
                 own = np.dtype(np.int8)
             if not allow_nonfinite:
                 source = source._replace(limits=limits_of(at, source.tensors[0].dtype))
-            loaded = load_array(source, declared, mesh, own, advance)
+            loaded = load_array(source, declared, mesh, own)
+            done += loaded.size * source.dtype.itemsize
+            if progress is not None:
+                progress(done, total)
             return loaded.astype(jnp.int4) if declared.dtype == jnp.int4 and not on_cpu else loaded
 
         loaded = jax.tree.map_with_path(array, published_arrays(weight), is_leaf=is_weight)

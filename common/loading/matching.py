@@ -5,7 +5,7 @@ the data of tensors that should be equal are compared.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -49,11 +49,14 @@ def target_of(name: str, table: Table) -> tuple[Target, list[str]]:
     target is "" if the table does not know the name. Tries four rows in this order: the name
     itself; "prefix.**" for a prefix of it; `*` for every number but the first; `*` for every
     number."""
+    words = name.split(".")
+    for key in (name, *(".".join([*words[:i], "**"]) for i in range(1, len(words)))):
+        if key in table:
+            return table[key], []
     pattern, numbers = starred(name)
-    prefix = next((p for p in table if p.endswith(".**") and name.startswith(p[:-2])), "")
-    one_layer = fill(pattern, numbers[:1])
-    rows: Any = ((name, []), (prefix, []), (one_layer, numbers[1:]), (pattern, numbers))
-    return next(((table[key], stars) for key, stars in rows if key in table), ("", numbers))
+    if (one_layer := fill(pattern, numbers[:1])) in table:
+        return table[one_layer], numbers[1:]
+    return table.get(pattern, ""), numbers
 
 
 def rows_by_path(table: Table) -> dict[str, tuple[str, Transform]]:

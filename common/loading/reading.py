@@ -170,16 +170,15 @@ def unpack(stored: np.ndarray, words: Words) -> np.ndarray:
     """Returns the int8 numbers that are packed in words [rows, columns]."""
     rows, columns = stored.shape
     octets = stored.astype("<i4", copy=False).view(np.uint8).reshape(rows, columns, 4)
-    n, mask = len(words.places), (1 << words.bits) - 1
-    numbers = np.empty((rows, n, columns) if words.axis == 0 else (rows, columns, n), np.int8)
+    n, mask, half = len(words.places), (1 << words.bits) - 1, 1 << (words.bits - 1)
+    numbers = np.empty((rows, n, columns) if words.axis == 0 else (rows, columns, n), np.uint8)
     for i, place in enumerate(words.places):
         octet, shift = divmod(place * words.bits, 8)
         number = ((octets[..., octet] >> shift) + np.uint8(words.plus)) & np.uint8(mask)
-        number = number.view(np.int8) if words.bits == 8 else number.astype(np.int8)
-        # In 8 bits this wraps around, as it should.
         into = numbers[:, i] if words.axis == 0 else numbers[..., i]
-        np.subtract(number, np.int8(-128 if words.bits == 8 else 8), out=into)
-    return numbers.reshape(-1, columns) if words.axis == 0 else numbers.reshape(rows, -1)
+        np.subtract(number, np.uint8(half), out=into)  # wraps around, to the bits of an int8
+    shape = (-1, columns) if words.axis == 0 else (rows, -1)
+    return numbers.reshape(shape).view(np.int8)
 
 
 def read_into(file: Any, offset: int, out: np.ndarray) -> None:
