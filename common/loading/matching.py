@@ -1,7 +1,7 @@
 """Decides which stored tensor becomes which weight, by a model file's table of names.
 
-All that the headers of the files show is checked, and all problems are reported together, before
-the data of tensors that should be equal are compared.
+All problems that the headers of the files show are reported together. Only if there are none, data
+is read: that of tensors that should repeat a weight, or hold known numbers.
 """
 
 import math
@@ -66,7 +66,7 @@ def rows_by_path(table: Table) -> dict[str, tuple[str, Transform]]:
 
 
 def row_of(path: str, rows: dict[str, tuple[str, Transform]]) -> tuple[str, Transform]:
-    """Returns the stored name of an array, with a `*` if each expert has its own, and the
+    """Returns the stored name of an array, with `*` for the number of an expert, and the
     transform."""
     pattern, numbers = (path, list[str]()) if path in rows else starred(path)
     if pattern not in rows:
@@ -133,9 +133,9 @@ def fit(
     problems = []
     if shape != want:
         problems.append(f"has shape {show(list(shape))}, but the config says {list(want)}")
-    kept = jnp.int8 if array.dtype == jnp.int4 else array.dtype
-    allowed = [name for name, dtype in KEPT.items() if kept is not None and dtype == kept]
-    if tensor.dtype not in (allowed := allowed or list(FLOATS)):
+    kept = jnp.int8 if array.dtype == jnp.int4 else array.dtype or jnp.float32
+    allowed = [name for name, dtype in KEPT.items() if dtype == kept] or list(FLOATS)
+    if tensor.dtype not in allowed:
         problems.append(f"has dtype {tensor.dtype}, but only {', '.join(allowed)} can be read")
     elif tensor.dtype != first.dtype:
         problems.append(f"has dtype {tensor.dtype}, but {first.name} has {first.dtype}")

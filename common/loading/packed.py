@@ -142,7 +142,7 @@ def group_order(
     ones. `width` is the published length of a row."""
     sizes = {EXPERT: shards.expert, TENSOR: shards.tensor}
     parts = math.prod(sizes[axis] for axis in jax.tree.leaves(weight.spec[-1]))
-    padded, own = weight.shape[-1], order if order is not None and order.axis == 1 else None
+    padded, own = weight.shape[-1], None if order is None or order.axis == 0 else order
     if packing.group is None:
         return parts, Order(0, 1, (0,) * parts) if parts > 1 else None
     if width % (group := packing.group):
@@ -159,7 +159,8 @@ def field_order(
 ) -> Transform:
     """The transform of a field, which is [in, out], except the values of Rowwise. `order` is that
     of the plain matrix [out, in]."""
-    rows_first, own = field == "values" and format is FLOAT, order
+    rows_first = field == "values" and format is FLOAT
+    own = order
     if field != "values" and (order is None or order.axis == 1):
         own = of_groups
     elif order is not None and not rows_first:

@@ -22,7 +22,7 @@ Part = tuple[tuple[int, int], ...]  # (start, stop) along each axis of an array
 Limits = tuple[int, int]  # the least bits that are not finite, read as signed and unsigned integers
 
 # NaN and infinity have the largest bits: positive ones as signed integers, negative ones as
-# unsigned integers. So the bits alone tell them, as fast as memory. F8_E4M3 has no infinity.
+# unsigned integers. So two maxima find them, as fast as memory is read. F8_E4M3 has no infinity.
 LIMITS: dict[str, Limits] = {
     "F32": (0x7F800000, 0xFF800000),
     "BF16": (0x7F80, 0xFF80),
@@ -41,8 +41,7 @@ class Span(NamedTuple):
 
 
 def limits_of(path: str, dtype: str) -> Limits | None:
-    """Returns the limits for the weight at `path`, stored in `dtype`; None if all bits are
-    finite."""
+    """Returns the limits of a weight that is stored in `dtype`; None if all bits are finite."""
     return EXPONENTS if dtype == "U8" and path.endswith(".scale") else LIMITS.get(dtype)
 
 

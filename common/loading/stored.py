@@ -40,7 +40,7 @@ class StoredTensor(NamedTuple):
     dtype: str  # as the file spells it: "BF16"
     offset: int  # bytes from the start of the file
     words: Words | None = None  # if integers are packed; shape and dtype (I8) are of the integers
-    parts: "tuple[StoredTensor, ...]" = ()  # the tensors that hold its rows, if it is not one
+    parts: "tuple[StoredTensor, ...]" = ()  # the tensors in the files, if its rows are in several
 
 
 Tensors = dict[str, StoredTensor]  # by published name
@@ -75,16 +75,17 @@ def _indexed_or_single(directory: Path) -> Tensors:
     files, single = read_json(directory / INDEX).get("weight_map"), directory / SINGLE
     if not isinstance(files, dict) or {type(file) for file in files.values()} != {str}:
         raise ValueError(f"{directory / INDEX} has no weight_map from tensor names to file names")
-    has_other, is_complete = SINGLE not in files.values() and single.exists(), False
+    has_other = SINGLE not in files.values() and single.exists()
     try:
         indexed = _open_indexed(directory, files)
     except (ValueError, OSError):
         if has_other:
             return read_header(single)
         raise
+    other = Tensors()
     with suppress(ValueError, OSError):
-        is_complete = has_other and files.keys() <= read_header(single).keys()
-    if is_complete:
+        other = read_header(single) if has_other else other
+    if files.keys() <= other.keys():
         raise ValueError(
             f"{directory} holds two checkpoints, {SINGLE} and the files of {INDEX}: move one away"
         )
