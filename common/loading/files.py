@@ -50,7 +50,7 @@ def read_json(path: Path) -> dict[str, Any]:
     text = read_text(path)
     try:
         content = parse_json(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {first_line(error)}; download it again") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object, but a {type(content).__name__}")
