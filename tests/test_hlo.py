@@ -4,16 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from common.machines.hlo import (
-    Collective,
-    arrays,
-    collectives,
-    cycles,
-    moved,
-    operations,
-    parse,
-    traffic,
-)
+from common.machines import hlo
+from common.machines.hlo import Collective, collectives, cycles, moved, operations, parse, traffic
 
 TOY = """\
 HloModule toy, is_scheduled=true
@@ -67,6 +59,7 @@ ENTRY %main (x: f32[64,128], s: f32[8,128], f: s32[]) -> f32[32,128] {
   ROOT %fused = f32[32,128]{1,0} fusion(%l), kind=kCustom, calls=%scattering
 }
 """
+COSTS = {"{{0,1}}": 3, "calls=%scattering": 100, "dimensions={0}, to_apply=%sum": 7}
 KNOWN = ', backend_config={"known_trip_count":{"n":"5"},"known_init_step":{}}'
 
 
@@ -86,20 +79,12 @@ def test_collectives_count_by_loop_round_inside_fusions_and_apart_in_branches(li
     )
 
 
-COSTS = (
-    TOY.replace("LIMIT)", "5)")
-    .replace("TRIPS", "")
-    .replace(
-        "dimensions={0}, to_apply=%sum", 'dimensions={0}, backend_config={"estimated_cycles":"70"}'
-    )
-)
-COSTS = COSTS.replace(
-    "replica_groups={{0,1}}", 'replica_groups={{0,1}}, backend_config={"estimated_cycles":"3"}'
-).replace("calls=%scattering", 'calls=%scattering, backend_config={"estimated_cycles":"100"}')
-
-
 def test_cycles_and_operations_count_by_loop_round_and_neither_inside_fusions_nor_in_branches():
-    program = parse(COSTS)
+    text = TOY.replace("LIMIT)", "5)").replace("TRIPS", "")
+    for attribute, n in COSTS.items():
+        costs = f'{attribute}, backend_config={{"estimated_cycles":"{n}"}}'
+        text = text.replace(attribute, costs)
+    program = parse(text)
     # Five rounds, each with an all-reduce and a comparison; and the fusion, including its inside.
     assert cycles(program) == 5 * 3 + 100
     assert operations(program) == 5 * 2 + 1
@@ -107,7 +92,7 @@ def test_cycles_and_operations_count_by_loop_round_and_neither_inside_fusions_no
 
 def test_a_type_tells_shape_bytes_and_memory_of_each_array_in_it():
     type_ = "(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, s4[3]{0}, /*index=2*/pred[], f8e4m3fn[2,2]{1,0})"
-    assert arrays(type_) == [
+    assert hlo.arrays(type_) == [
         ("bf16[8,128]", 2048, False),
         ("s4[3]", 2, True),
         ("pred[]", 1, True),
@@ -153,64 +138,38 @@ ENTRY %main (x: f32[64,128], i: s32[]) -> f32[64,128] {
 ALL, ROW = 64 * 128 * 4, 128 * 4
 
 
+# What lies in main memory and on the chip: all rows, and one of them.
+X, ON_CHIP = "f32[64,128]{1,0}", "f32[64,128]{1,0:S(1)}"
+ONE, ONE_ON_CHIP = "f32[1,128]{1,0}", "f32[1,128]{1,0:S(1)}"
+PREFETCH = f"({ON_CHIP}, {X}, u32[]{{:S(2)}}) copy-start(%x)"
+KERNEL = f'{ONE} custom-call(%x, %row), custom_call_target="tpu_custom_call"'
 OPERATIONS = {
-    "a copy": ("f32[64,128]{1,0} copy(%x)", ALL, ALL),
-    "a sum on the chip": ("f32[64,128]{1,0:S(1)} add(%x, %chip)", ALL, 0),
+    "a copy": (f"{X} copy(%x)", ALL, ALL),
+    "a sum on the chip": (f"{ON_CHIP} add(%x, %chip)", ALL, 0),
     "a view": ("f32[8192]{0} bitcast(%x)", 0, 0),
-    "a slice": ("f32[1,128]{1,0} dynamic-slice(%x, %i, %i)", ROW, ROW),
-    "a fused slice": ("f32[1,128]{1,0} fusion(%x, %i), kind=kLoop, calls=%slice", ROW, ROW),
-    "a fused copy": ("f32[64,128]{0,1} fusion(%x), kind=kLoop, calls=%relaid", ALL, ALL),
-    "a fused slice of a copy": (
-        "f32[1,128]{1,0} fusion(%x, %i), kind=kLoop, calls=%slice_of_copy",
-        ROW,
-        ROW,
-    ),
-    "an update": ("f32[64,128]{1,0} dynamic-update-slice(%x, %row, %i, %i)", ROW, ROW),
-    "a fused update": (
-        "f32[64,128]{1,0} fusion(%x, %row, %i), kind=kLoop, calls=%update",
-        ROW,
-        ROW,
-    ),
-    "a prefetch": (
-        "(f32[64,128]{1,0:S(1)}, f32[64,128]{1,0}, u32[]{:S(2)}) copy-start(%x)",
-        ALL,
-        0,
-    ),
-    "a write back": (
-        "(f32[64,128]{1,0}, f32[64,128]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%chip)",
-        0,
-        ALL,
-    ),
-    "a piece of a prefetch": (
-        "((f32[64,128]{1,0}), f32[1,128]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%x)",
-        ROW,
-        0,
-    ),
-    "a prefetch by the step before": (
-        "(f32[64,128]{1,0:S(1)}, f32[64,128]{1,0}, u32[]{:S(2)}) copy-start(%x), "
-        "cross_program_prefetch_index=0",
-        0,
-        0,
-    ),
-    "a kernel": (
-        'f32[1,128]{1,0} custom-call(%x, %row), custom_call_target="tpu_custom_call"',
-        ALL + ROW,
-        ROW,
-    ),
+    "a slice": (f"{ONE} dynamic-slice(%x, %i, %i)", ROW, ROW),
+    "a fused slice": (f"{ONE} fusion(%x, %i), calls=%slice", ROW, ROW),
+    "a fused copy": (f"{X} fusion(%x), calls=%relaid", ALL, ALL),
+    "a fused slice of a copy": (f"{ONE} fusion(%x, %i), calls=%slice_of_copy", ROW, ROW),
+    "an update": (f"{X} dynamic-update-slice(%x, %row, %i, %i)", ROW, ROW),
+    "a fused update": (f"{X} fusion(%x, %row, %i), calls=%update", ROW, ROW),
+    "a prefetch": (PREFETCH, ALL, 0),
+    "a prefetch by the step before": (f"{PREFETCH}, cross_program_prefetch_index=0", 0, 0),
+    "a write back": (f"({X}, {ON_CHIP}, u32[]{{:S(2)}}) copy-start(%chip)", 0, ALL),
+    "a piece of a prefetch": (f"(({X}), {ONE_ON_CHIP}, s32[]{{:S(2)}}) slice-start(%x)", ROW, 0),
+    "a kernel": (KERNEL, ALL + ROW, ROW),
+    "a kernel that reads what is filled": (KERNEL, 0, ROW),
 }
 
 
-@pytest.mark.parametrize("op, read, written", OPERATIONS.values(), ids=OPERATIONS)
-def test_an_operation_moves_what_it_touches_in_main_memory(op, read, written):
-    program = parse(MOVES.replace("OP", op))
-    main = program.computations["main"]
-    assert moved(program, main, main["op"]) == (read, written)
+@pytest.mark.parametrize("what", OPERATIONS)
+def test_an_operation_moves_what_it_touches_in_main_memory(what):
+    op, read, written = OPERATIONS[what]
+    name = "prefill_attention.1" if "filled" in what else "op"
+    program = parse(MOVES.replace("OP", op).replace("%op", f"%{name}"))
+    main = program["main"]
+    assert moved(program, main, main[name]) == (read, written)
     assert traffic(program) == read + written
-
-
-def test_prefill_attention_counts_as_reading_nothing():
-    op, _, written = OPERATIONS["a kernel"]
-    assert traffic(parse(MOVES.replace("OP", op).replace("%op", "%prefill_attention.1"))) == written
 
 
 def test_the_traffic_of_a_compiled_program_is_what_its_loop_reads_and_writes():

@@ -41,6 +41,7 @@ from common.machines.dryrun import (  # noqa: E402
     dry_run,
 )
 from common.machines.hlo import (  # noqa: E402
+    ENTRY,
     Program,
     called,
     collectives,
@@ -99,7 +100,7 @@ def turn(program: Program) -> Cost:
     total = Cost(0, 0, 0)
     for op, _, times, conditional in executed(program):
         if op.kind == "while" and not conditional and trips(program, op) == 1:
-            total = total.plus(cost(Program(program.computations, called(op)["body"][0])), times)
+            total = total.plus(cost(program | {ENTRY: program[called(op)["body"][0]]}), times)
     return total
 
 

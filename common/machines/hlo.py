@@ -1,8 +1,5 @@
-"""Reads off compiled programs what one step sends, what it moves through memory, and what it runs
-one after the other.
-
-A program is text (HLO): named computations, each with a list of operations.
-"""
+"""Reads off a compiled program what one step sends, what it moves through memory, and what it runs
+one after the other. The program is text (HLO): named computations, each with its operations."""
 
 import math
 import re
@@ -30,11 +27,9 @@ class Op(NamedTuple):
     root: bool
 
 
-class Program(NamedTuple):
-    computations: dict[str, dict[str, Op]]
-    entry: str
-
-
+# The computations by name, each with its operations by name. The first one to run is under ENTRY.
+Program = dict[str, dict[str, Op]]
+ENTRY = "ENTRY"
 OP = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(?:, (.*))?$")
 ARRAY = re.compile(r"\b([a-z]+(\d+)\w*|pred)\[([\d,]*)\](?:\{([^}]*)\})?")
 CALLS = re.compile(
@@ -46,22 +41,22 @@ COLLECTIVES = ["all-reduce", "all-gather", "all-to-all", "reduce-scatter", "coll
 CONTROL = ("while", "conditional", "call", "async-start")  # these run other computations
 READS_WHAT_IS_FILLED = "prefill_attention"  # the name of this kernel
 VIEWS = ("bitcast", "tuple", "get-tuple-element", "parameter", "constant", "opt-barrier")
-SLICES = ("dynamic-slice", "slice", "gather")  # these read only what they return
+SLICES = ("dynamic-slice", "slice", "slice-start", "gather")  # these read only what they return
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place; these write only this operand
 
 
 def parse(text: str) -> Program:
-    computations: dict[str, dict[str, Op]] = {}
-    entry = ""
+    program: Program = {}
     for line in text.splitlines():
         if found := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            current = computations.setdefault(found[2], {})
-            entry = found[2] if found[1] else entry
+            current = program[found[2]] = {}
+            if found[1]:
+                program[ENTRY] = current
         elif found := OP.match(line):
             root, name, type_, kind, operands, rest = found.groups("")
             names = tuple(re.findall(r"%([\w.\-]+)", operands)) or (operands,)
             current[name] = Op(name, type_, kind, names, rest, bool(root))
-    return Program(computations, entry)
+    return program
 
 
 def arrays(type_: str) -> list[tuple[str, int, bool]]:
@@ -80,14 +75,12 @@ def called(op: Op) -> dict[str, list[str]]:
 
 
 def trips(program: Program, loop: Op) -> int:
-    """Returns how many rounds a loop runs; 1 if that is not known.
-
-    A program for CPU says it. A program for TPU shows only the limit, if it is constant. The loop
-    is then assumed to count from 0 by 1, as `lax.scan` does.
-    """
+    """Returns how many rounds a loop runs; 1 if that is not known. A program for CPU says it. A
+    program for TPU shows only the limit, if it is constant. The loop is then assumed to count from
+    0 by 1, as `lax.scan` does."""
     if known := TRIPS.search(loop.rest):
         return int(known[1])
-    condition = program.computations[called(loop)["condition"][0]]
+    condition = program[called(loop)["condition"][0]]
     root = next(op for op in condition.values() if op.root)
     limit = condition[root.operands[-1]]
     counts = root.kind == "compare" and "direction=LT" in root.rest and limit.kind == "constant"
@@ -98,13 +91,10 @@ def executed(
     program: Program, into: tuple[str, ...] = CONTROL
 ) -> Iterator[tuple[Op, dict[str, Op], int, bool]]:
     """Yields operations in the order of the text, each with its computation, how often it runs, and
-    whether it is in a branch.
-
-    A loop of unknown length counts once.
-    """
+    whether it is in a branch. A loop of unknown length counts once."""
 
     def walk(name: str, times: int, conditional: bool) -> Iterator[Any]:
-        computation = program.computations[name]
+        computation = program[name]
         for op in computation.values():
             yield op, computation, times, conditional
             if op.kind in into:
@@ -112,7 +102,7 @@ def executed(
                 for child in (c for names in called(op).values() for c in names):
                     yield from walk(child, repeat, conditional or op.kind == "conditional")
 
-    return walk(program.entry, 1, False)
+    return walk(ENTRY, 1, False)
 
 
 def collectives(program: Program) -> tuple[Collective, ...]:
@@ -155,7 +145,7 @@ def operations(program: Program) -> int:
 
 
 def traffic(program: Program) -> int:
-    """Sums the bytes that every step moves between main memory and the chip, read off the program.
+    """Sums the bytes that every step moves between main memory and the chip.
 
     Operands and results count if they lie in main memory. For slices and updates in place, only the
     part that they touch counts. A prefetch into on-chip memory counts where it is made. A kernel
@@ -175,60 +165,48 @@ def moved(program: Program, computation: dict[str, Op], op: Op) -> tuple[int, in
     """Returns the bytes that an operation of `computation` reads from main memory, and writes."""
     if op.kind in (*VIEWS, *CONTROL) or op.kind.endswith("-done"):
         return 0, 0
-    if op.kind in ("copy-start", "slice-start"):
-        if "cross_program_prefetch_index" in op.rest:
-            return 0, 0  # made at the end of the previous step, and counted there
-        first, second = arrays(op.type)[:2]
-        source, target = (second, first) if op.kind == "copy-start" else (first, second)
-        size = min(source[1], target[1])
-        return size * source[2], size * target[2]
+    if "cross_program_prefetch_index" in op.rest:
+        return 0, 0  # made at the end of the previous step, and counted there
     read, reads = 0, not op.name.startswith(READS_WHAT_IS_FILLED)
     for i, name in enumerate(op.operands):
         if name in computation and reads:
             full = sum(n for _, n, main in arrays(computation[name].type) if main)
             read += full and _read(program, computation, op, i, full)
-    inner = [program.computations[c] for c in called(op).get("calls", [])]
-    return read, _written(inner[0] if inner else computation, op)
+    return read, _written(_inside(program, op) or computation, op)
+
+
+def _results(op: Op) -> list[tuple[str, int, bool]]:
+    """Lists the arrays that an operation returns."""
+    # In the type of a started slice, the operand comes first.
+    return arrays(op.type)[1:] if op.kind == "slice-start" else arrays(op.type)
+
+
+def _inside(program: Program, op: Op) -> dict[str, Op]:
+    """Returns the operations of a fusion; of others, none."""
+    return program[called(op)["calls"][0]] if op.kind == "fusion" else {}
 
 
 def _read(program: Program, computation: dict[str, Op], op: Op, i: int, full: int) -> int:
     """Returns how many bytes `op` reads of its operand i, which has `full` bytes."""
-    if op.kind == "fusion":
-        inner = program.computations[called(op)["calls"][0]]
-        parameter = next(
-            p for p in inner.values() if p.kind == "parameter" and p.operands[0] == str(i)
-        )
-        return _read_by_users(program, inner, parameter, full)
     if op.kind in SLICES and i == 0:
-        return min(full, sum(n for _, n, _ in arrays(op.type)))
+        return min(full, _results(op)[0][1])
     if op.kind in UPDATES and i == 0:
         return 0
-    if op.kind in ("bitcast", "reshape", "convert"):
-        return _read_by_users(program, computation, op, full)
-    return full
-
-
-def _read_by_users(program: Program, computation: dict[str, Op], op: Op, full: int) -> int:
+    if op.kind == "fusion":
+        computation = _inside(program, op)
+        parameters = (x for x in computation.values() if x.kind == "parameter")
+        op = next(x for x in parameters if x.operands[0] == str(i))
+    elif op.kind not in ("bitcast", "reshape", "convert"):
+        return full
     if op.root:
         return full
-    users = ((u, i) for u in computation.values() for i, x in enumerate(u.operands) if x == op.name)
-    return min(
-        full,
-        sum(
-            _read_by_users(program, computation, u, full)
-            if _is_fused_copy(program, u)
-            else _read(program, computation, u, i, full)
-            for u, i in users
-        ),
-    )
-
-
-def _is_fused_copy(program: Program, op: Op) -> bool:
-    """Whether `op` only changes the layout of an array for its users in the same fusion, so that
-    nothing more is read than they use."""
-    name = called(op).get("calls", [""])[0]
-    kinds = [x.kind for x in program.computations.get(name, {}).values()]
-    return op.kind == "fusion" and kinds == ["parameter", "copy"]
+    users = ((u, j) for u in computation.values() for j, x in enumerate(u.operands) if x == op.name)
+    read = 0
+    for user, j in users:
+        if [x.kind for x in _inside(program, user).values()] == ["parameter", "copy"]:
+            user = user._replace(kind="bitcast")  # inside a fusion, another layout reads nothing
+        read += _read(program, computation, user, j, full)
+    return min(full, read)
 
 
 def _written(inner: dict[str, Op], op: Op) -> int:
@@ -236,10 +214,10 @@ def _written(inner: dict[str, Op], op: Op) -> int:
     root = next((x for x in inner.values() if x.root), op) if op.kind == "fusion" else op
     parts = [inner[x] for x in root.operands] if root.kind == "tuple" else [root]
     written = 0
-    for part, (_, size, main) in zip(parts, arrays(op.type), strict=False):
+    for part, (_, size, main) in zip(parts, _results(op), strict=False):
         while part.kind == "bitcast":
             part = inner[part.operands[0]]
-        update = inner.get(part.operands[UPDATES[part.kind]]) if part.kind in UPDATES else None
-        size = sum(n for _, n, _ in arrays(update.type)) if update else size
+        if part.kind in UPDATES:
+            size = arrays(inner[part.operands[UPDATES[part.kind]]].type)[0][1]
         written += size if main else 0
     return written
