@@ -1,7 +1,7 @@
 """The lower bound on the time of a decode step: the bytes that it must read, divided by the memory
 bandwidth measured on this machine."""
 
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +18,9 @@ def read_bandwidth(megabytes: int = 256, repeats: int = 5) -> float:
     rows = megabytes * 2**20 // (4 * 4096)
     w, x = jnp.ones((rows, 4096)), jnp.ones(4096)
     product = jax.jit(lambda w, x: w @ x)
-    product(w, x).block_until_ready()
-    best = float("inf")
-    for _ in range(repeats):
-        began = time.perf_counter()
-        product(w, x).block_until_ready()
-        best = min(best, time.perf_counter() - began)
-    return w.nbytes / best
+    run = lambda: product(w, x).block_until_ready()
+    run()  # compiles
+    return w.nbytes / min(timeit.repeat(run, number=1, repeat=repeats))
 
 
 def tree_bytes(tree: Any) -> int:
@@ -36,12 +32,11 @@ def step_bytes(weights: Any, cache: Any, filled: float, read: Callable[[int], fl
     table, but only the share read(E) of stacks of E experts; and the filled part of the cache.
     Stacks are the arrays under a field called `experts`."""
     skipped = tree_bytes(weights.embed) if getattr(weights, "head", None) is not None else 0
-    stacks = [
-        x
+    spared = sum(
+        tree_bytes(x) * (1 - read(x.shape[0]))
         for path, x in jax.tree.leaves_with_path(weights)
         if ".experts." in jax.tree_util.keystr(path)
-    ]
-    spared = sum(tree_bytes(x) * (1 - read(x.shape[0])) for x in stacks)
+    )
     return tree_bytes(weights) - skipped - spared + tree_bytes(cache) * filled
 
 
