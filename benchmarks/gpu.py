@@ -41,7 +41,7 @@ from benchmarks.worker import Task
 from common.kernels.decode_attention import ragged_decode_attention
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
-from common.machines.dryrun import Plan, products_and_unread
+from common.machines.mesh_choice import Plan, load_of
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent
@@ -211,8 +211,8 @@ def model_rows(name: str, model: Model, tiny: bool) -> Iterator[Callable[[], Row
 
     def prompt(tokens: int) -> Row:
         reply = [tasks["prefill"](tokens=tokens, seed=i) for i in range(2)][1]
-        plan = Plan(module, module.config_from_hf(shape), model.size, 1, tokens)
-        floor = products_and_unread(plan, ONE, tokens)[0] / best.rate
+        plan = Plan(module, module.config_from_hf(shape), 1, capacity=tokens, prompt=tokens)
+        floor = load_of(plan, ONE).products / best.rate
         return row(f"prompt of {tokens}", tokens, reply["seconds"], floor)
 
     for slots in (2,) if tiny else (1, 8, 64):

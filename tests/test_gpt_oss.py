@@ -12,6 +12,7 @@ from engine import hf_config, load
 from common.loading.checkpoint import stored_layout
 from common.machines.chips import devices_of
 from common.machines.dryrun import dry_run
+from common.machines.mesh_choice import Plan
 from common.quant import INT8, Mxfp4, Rowwise
 from common.sharding import Shards, make_mesh
 from common.weights import by_path, check_divides
@@ -42,7 +43,7 @@ def test_on_tpu_a_step_reads_experts_embedding_and_cache_where_they_lie():
     multiple of 128."""
     config = model.config_from_hf(SHAPES["gpt-oss-20b"])._replace(num_hidden_layers=1)
     mesh = make_mesh(expert=4, devices=devices_of("v5e:2x2"))
-    report, _ = dry_run(model, config, mesh, slots=8, capacity=8192)
+    report, _ = dry_run(Plan(model, config, slots=8, capacity=8192), mesh)
     embedding = 2 * config.vocab_size // 4 * config.hidden_size  # a step reads only eight rows
     assert report.temporaries < 0.01 * report.weights
     assert report.traffic < 1.02 * (report.weights - embedding + report.cache)

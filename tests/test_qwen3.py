@@ -7,7 +7,7 @@ import pytest
 from compare import assert_close
 from engine import hf_config, load
 
-from common.machines.mesh_choice import best_mesh
+from common.machines.mesh_choice import Plan, best_mesh
 from common.quant import INT8, Fp8, Rowwise, dequantize_fp8
 from common.sharding import Shards
 from common.weights import check_divides
@@ -180,7 +180,7 @@ def test_both_spellings_of_a_config_mean_the_same():
 def test_without_a_mesh_a_model_takes_the_devices_that_it_can_be_split_over(variant, devices):
     """There are eight devices. In fp8 it takes one, because the heads of two devices would not be
     whole blocks; else it takes all."""
-    mesh = best_mesh(model, config_of(variant), jax.devices(), slots=1, capacity=64)
+    mesh = best_mesh(Plan(model, config_of(variant), slots=1, capacity=64), jax.devices())
     assert mesh.shape["data"] == 1 and mesh.size == devices
 
 

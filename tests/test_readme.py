@@ -100,7 +100,6 @@ def test_the_memory_on_the_first_page_follows_from_the_shapes(size, cells):
     for storage in ("as stored", "bf16", "int8"):
         row = topologies.Row(FAMILY_OF[size], size, storage, "", slots=1, capacity=4096)
         plan = topologies.plan_of(row)
-        use = topologies.use(plan)
-        loads.append(load_of(plan.module, plan.config, topologies.ONE, **use))
+        loads.append(load_of(plan, topologies.ONE))
     sizes = [*(load.weights for load in loads), *(load.cache for load in loads[1:])]
     assert cells == "".join(f"| {n / 1e9:,.2f} " for n in sizes)

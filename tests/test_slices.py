@@ -15,27 +15,33 @@ from families import FAMILIES
 
 from common.cache import copy_prefixes, slot_beginnings
 from common.machines.chips import devices_of
-from common.machines.dryrun import (
-    abstract,
-    abstract_state,
-    abstract_weights,
-    device_bytes,
-    dry_run,
-)
+from common.machines.dryrun import abstract_state, abstract_weights, device_bytes, dry_run
 from common.machines.hlo import cycles, parse, traffic
+from common.machines.mesh_choice import Plan
 from common.quant import INT8
-from common.sharding import DATA, P, make_mesh, parse_mesh
+from common.sharding import make_mesh, parse_mesh
 from common.speculate import generate
 
 HBM = dict(v5e=16 << 30, v6e=32 << 30)  # bytes of one chip
-SLOTS, CAPACITY, PROMPT, LAYERS = 8, 2048, 512, 2
+SLOTS, PROMPT, LAYERS = 8, 512, 2
+SIZES = {family: list(importlib.import_module(f"{family}.shapes").SLICES) for family in FAMILIES}
+ENDS = [(family, size) for family, sizes in SIZES.items() for size in {sizes[0]: 0, sizes[-1]: 0}]
 
 
-def slices():
-    """Yields (family, size) for each family's first and last size that has a slice."""
-    for family in FAMILIES:
-        sizes = [*importlib.import_module(f"{family}.shapes").SLICES]
-        yield from ((family, size) for size in dict.fromkeys((sizes[0], sizes[-1])))
+def slice_of(family, size):
+    """Returns a published size's slice: the plan with all layers, the plan with two layers, and the
+    mesh."""
+    shapes, model = importlib.import_module(f"{family}.shapes"), model_of(family)
+    topology, axes, quant, kv_quant = shapes.SLICES[size]
+    config = model.config_from_hf(shapes.SHAPES[size])
+    capacity = min(2048, config.max_position_embeddings)
+    use = dict(cache_dtype=jnp.dtype(kv_quant or "bfloat16"), storage=INT8 if quant else None)
+    few = config._replace(num_hidden_layers=LAYERS)
+    if "first_k_dense_replace" in config._fields:  # one dense layer and one of experts
+        few = few._replace(first_k_dense_replace=1)
+    plan = Plan(model, config, SLOTS, capacity, **use)
+    mesh = make_mesh(**parse_mesh(axes), devices=devices_of(topology))
+    return plan, plan._replace(config=few), mesh
 
 
 def largest(layers):
@@ -45,31 +51,23 @@ def largest(layers):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family, size", list(slices()))
+@pytest.mark.parametrize("family, size", ENDS)
 def test_a_published_size_compiles_for_a_slice_that_it_fits(family, size):
-    model, shapes = model_of(family), importlib.import_module(f"{family}.shapes")
-    topology, axes, quant, kv_quant = shapes.SLICES[size]
-    config = model.config_from_hf(shapes.SHAPES[size])
-    mesh = make_mesh(**parse_mesh(axes), devices=devices_of(topology))
-    capacity = min(CAPACITY, config.max_position_embeddings)
-    cache, storage = jnp.dtype(kv_quant or "bfloat16"), INT8 if quant else None
-    options = dict(capacity=capacity, cache_dtype=cache, storage=storage)
-    few = config._replace(num_hidden_layers=LAYERS)
-    if "first_k_dense_replace" in config._fields:  # one dense layer and one of experts
-        few = few._replace(first_k_dense_replace=1)
-    decode, _ = dry_run(model, few, mesh, slots=SLOTS, **options)
-    prompt = decode
-    if topology.startswith("v5e") or jax.__version_info__ >= (0, 11):
-        # JAX 0.10 compiles Kimi's prompts for a v6e, but cannot read the program back.
-        prompt, _ = dry_run(model, few, mesh, slots=1, prefill=PROMPT, **options)
-    weights = abstract_weights(model, config, mesh, jnp.bfloat16, storage)
-    state = abstract_state(model, config, mesh, SLOTS, capacity, cache)
-    held = device_bytes(weights) + device_bytes(state)
-    temporaries = max(decode.temporaries, prompt.temporaries)
-    print(
-        f"{size}: {held / 1e9:.2f} GB; temporaries {decode.temporaries}, {prompt.temporaries} bytes"
+    plan, few, mesh = slice_of(family, size)
+    config, chip = (
+        plan.config,
+        importlib.import_module(f"{family}.shapes").SLICES[size].topology[:3],
     )
-    assert held + temporaries < 0.95 * HBM[topology.split(":")[0]]
+    decode, _ = dry_run(few, mesh)
+    prompt = decode
+    if chip == "v5e" or jax.__version_info__ >= (0, 11):
+        # JAX 0.10 compiles Kimi's prompts for a v6e, but cannot read the program back.
+        prompt, _ = dry_run(few._replace(prompt=PROMPT), mesh)
+    weights = abstract_weights(plan, mesh)
+    held = device_bytes(weights) + device_bytes(abstract_state(plan, mesh))
+    temporaries = max(decode.temporaries, prompt.temporaries)
+    print(f"{size}: {held} bytes; temporaries {decode.temporaries}, {prompt.temporaries}")
+    assert held + temporaries < 0.95 * HBM[chip]
     assert decode.aliased >= decode.cache
     assert decode.temporaries < 4 << 20
     if "first_k_dense_replace" not in config._fields:
@@ -84,63 +82,52 @@ def test_a_published_size_compiles_for_a_slice_that_it_fits(family, size):
 
 
 def compiled(step, *arrays, **static):
-    """Returns the program as text, and the bytes of its temporaries."""
+    """Returns the program, and the bytes of its temporaries."""
     program = step.lower(*arrays, **static).compile()
-    return program.as_text(), program.memory_analysis().temp_size_in_bytes
-
-
-def few_layers(family, size):
-    """Returns a published size's slice, with two layers."""
-    model, shapes = model_of(family), importlib.import_module(f"{family}.shapes")
-    topology, axes, *_ = shapes.SLICES[size]
-    config = model.config_from_hf(shapes.SHAPES[size])._replace(num_hidden_layers=LAYERS)
-    if "first_k_dense_replace" in config._fields:
-        config = config._replace(first_k_dense_replace=1)
-    return model, config, make_mesh(**parse_mesh(axes), devices=devices_of(topology))
+    return parse(program.as_text()), program.memory_analysis().temp_size_in_bytes
 
 
 LARGE = [("llama3", "llama3.1-70b"), ("gpt_oss", "gpt-oss-120b"), ("deepseek_r1", "deepseek-r1")]
+DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@DTYPES
 @pytest.mark.parametrize("family, size", LARGE)
 def test_a_copy_of_a_beginning_costs_its_length_and_not_the_capacity(family, size, dtype):
     """Into a slot, and out of one. The cycles of a loop count one turn, which copies a block of
     positions of every layer."""
-    model, config, mesh = few_layers(family, size)
-    one = abstract(jax.ShapeDtypeStruct((mesh.shape["data"],), jnp.int32), P(DATA), mesh)
+    _, plan, mesh = slice_of(family, size)
     costs, kept = set(), set()
     for capacity in (2048, 131_072):
-        shape = capacity, jnp.dtype(dtype)
-        target, source = (abstract_state(model, config, mesh, n, *shape).cache for n in (1, SLOTS))
-        static = dict(spec=model.STATE_SPEC.cache, mesh=mesh)
-        text, temporaries = compiled(copy_prefixes, target, source, one, one, one, **static)
-        costs.add((cycles(parse(text)), temporaries))
-        text, temporaries = compiled(slot_beginnings, source, one, one, size=1024, **static)
-        kept.add((cycles(parse(text)), temporaries))
+        plan = plan._replace(capacity=capacity, cache_dtype=jnp.dtype(dtype))
+        target, source = (abstract_state(plan._replace(slots=n), mesh) for n in (1, SLOTS))
+        caches, one = (target.cache, source.cache), target.length_B
+        static = dict(spec=plan.module.STATE_SPEC.cache, mesh=mesh)
+        program, temporaries = compiled(copy_prefixes, *caches, one, one, one, **static)
+        costs.add((cycles(program), temporaries))
+        program, temporaries = compiled(slot_beginnings, caches[1], one, one, size=1024, **static)
+        kept.add((cycles(program), temporaries))
     for ((cost, temporaries),) in (costs, kept):
         assert temporaries == 0 and 0 < cost < 20_000 * LAYERS
 
 
-CONTEXTS = [(*LARGE[0], 131_072), (*LARGE[1], 131_072), (*LARGE[2], 131_072)]
-CONTEXTS += [("llama4", "llama-4-scout", 1_048_576)]
+CONTEXTS = [(*row, 131_072) for row in LARGE] + [("llama4", "llama-4-scout", 1_048_576)]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@DTYPES
 @pytest.mark.parametrize("family, size, context", CONTEXTS)
 def test_reading_into_an_empty_slot_costs_nothing_for_the_room_behind_it(
     family, size, context, dtype
 ):
     """What a loop of unknown length does counts once; an empty slot takes one turn."""
-    model, config, mesh = few_layers(family, size)
+    _, plan, mesh = slice_of(family, size)
     if family == "llama4":  # two layers have chunks, and the last one sees everything
-        config = config._replace(num_hidden_layers=3, no_rope_layers=(1, 1, 0))
-    static = dict(slots=1, cache_dtype=jnp.dtype(dtype), storage=INT8, prefill=PROMPT)
-    small, large = (
-        dry_run(model, config, mesh, capacity=n, **static)[0] for n in (CAPACITY, context)
-    )
+        config = plan.config._replace(num_hidden_layers=3, no_rope_layers=(1, 1, 0))
+        plan = plan._replace(config=config)
+    plan = plan._replace(prompt=PROMPT, cache_dtype=jnp.dtype(dtype), storage=INT8)
+    small, large = (dry_run(plan._replace(capacity=n), mesh)[0] for n in (2048, context))
     for field in ("traffic", "cycles", "sent"):
         ratio = getattr(large, field) / getattr(small, field)
         print(f"{size}, {dtype}: {ratio:.3f} of the {field}")
@@ -151,31 +138,28 @@ def test_reading_into_an_empty_slot_costs_nothing_for_the_room_behind_it(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@DTYPES
 def test_slots_of_the_full_context_take_what_windows_and_chunks_leave(dtype):
     """Of gpt-oss-120b, half of the layers have a window; of Scout, three quarters have chunks."""
-    for family, size, context, times in (
-        ("gpt_oss", "gpt-oss-120b", 131_072, 1.9),
-        ("llama4", "llama-4-scout", 1_048_576, 3),
-    ):
-        model, shapes = model_of(family), importlib.import_module(f"{family}.shapes")
-        config = model.config_from_hf(shapes.SHAPES[size])
-        mesh = make_mesh(**parse_mesh("tensor=1"), devices=devices_of("v5e:1x1")[:1])
-        state = abstract_state(model, config, mesh, 1, context, jnp.dtype(dtype))
-        whole = max(map(device_bytes, state.cache)) * config.num_hidden_layers
-        assert whole / device_bytes(state.cache) > times
+    mesh = make_mesh(devices=devices_of("v5e:1x1"))
+    for family, size, context, times in ((*CONTEXTS[1], 1.9), (*CONTEXTS[3], 3)):
+        plan, *_ = slice_of(family, size)
+        plan = plan._replace(slots=1, capacity=context, cache_dtype=jnp.dtype(dtype))
+        cache = abstract_state(plan, mesh).cache
+        whole = max(map(device_bytes, cache)) * plan.config.num_hidden_layers
+        assert whole / device_bytes(cache) > times
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("family, size", LARGE)
 def test_a_step_that_verifies_three_drafts_moves_the_bytes_of_a_step_of_one_token(family, size):
-    model, config, mesh = few_layers(family, size)
-    weights = abstract_weights(model, config, mesh, jnp.bfloat16, INT8)
-    state = abstract_state(model, config, mesh, SLOTS, CAPACITY, jnp.dtype("bfloat16"))
+    _, plan, mesh = slice_of(family, size)
+    plan = plan._replace(cache_dtype=jnp.dtype("bfloat16"), storage=INT8)
+    weights, state = abstract_weights(plan, mesh), abstract_state(plan, mesh)
     moved = []
     for K in (0, 3):
-        draft = abstract(jax.ShapeDtypeStruct((SLOTS, K), jnp.int32), P(DATA), mesh)
-        text, _ = compiled(generate, model, weights, state, draft, config=config, mesh=mesh)
-        moved.append(traffic(parse(text)))
+        draft, static = state.length_B.update(shape=(SLOTS, K)), dict(config=plan.config, mesh=mesh)
+        program, _ = compiled(generate, plan.module, weights, state, draft, **static)
+        moved.append(traffic(program))
     print(f"{size}: {moved[1] / moved[0]:.3f} of {moved[0] / 1e9:.3f} GB")
     assert moved[1] < 1.1 * moved[0]

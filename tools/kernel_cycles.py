@@ -32,6 +32,7 @@ from common.command.cli import mistakes_on_one_line
 from common.machines.chips import devices_of
 from common.machines.dryrun import dry_run
 from common.machines.hlo import CYCLES, Op, Program, cycles, executed, parse
+from common.machines.mesh_choice import Plan
 from common.products import linear
 from common.quant import (
     INT4_GROUP,
@@ -121,7 +122,7 @@ class StepOf(NamedTuple):
     axes: str
     layers: tuple[int, int] = (2, 2)
     slots: int = 8
-    prefill: int | None = None  # tokens of one prompt, in place of a decoding step
+    prefill: int = 0  # tokens of one prompt, in place of a decoding step
 
 
 STEPS = [
@@ -159,14 +160,13 @@ def measure_step(row: StepOf, storage: Storage, folder: Path) -> tuple[int, int]
     model = importlib.import_module(f"{row.family}.model")
     config = model.config_from_hf(importlib.import_module(f"{row.family}.shapes").SHAPES[row.size])
     mesh = make_mesh(**parse_mesh(row.axes), devices=devices_of(row.topology))
-    options: Any = dict(capacity=2048, cache_dtype=jnp.int8, storage=storage)
+    plan = Plan(model, config, row.slots, prompt=row.prefill, cache_dtype=jnp.int8, storage=storage)
 
     def compiled(layers: int) -> np.ndarray:
         for file in folder.iterdir():
             file.unlink()
-        few = config._replace(num_hidden_layers=layers)
-        step: Any = dict(slots=row.slots, prefill=row.prefill)
-        report, text = dry_run(model, few, mesh, **step, **options)
+        few = plan._replace(config=config._replace(num_hidden_layers=layers))
+        report, text = dry_run(few, mesh)
         return np.array([all_bundles(parse(text), folder), report.traffic])
 
     first, more = row.layers

@@ -51,6 +51,7 @@ from common.machines.hlo import (  # noqa: E402
     traffic,
     trips,
 )
+from common.machines.mesh_choice import Plan  # noqa: E402
 from common.quant import INT8  # noqa: E402
 from common.sharding import make_mesh, parse_mesh, round_up  # noqa: E402
 from tools.kernel_cycles import ask_for_code, bundles_of_a_block  # noqa: E402
@@ -120,10 +121,10 @@ def compiled(
     config = model.config_from_hf(importlib.import_module(f"{row.family}.shapes").SHAPES[row.size])
     if "first_k_dense_replace" in config._fields:  # one dense layer, then layers with experts
         config = config._replace(first_k_dense_replace=1)
-    fields: Any = {"n_layer" if "n_layer" in config._fields else "num_hidden_layers": layers}
     mesh = make_mesh(**parse_mesh(row.axes), devices=devices)
-    options: Any = dict(storage=INT8, cache_dtype=jnp.dtype(cache), prefill=chunk, slots=1)
-    report, text = dry_run(model, config._replace(**fields), mesh, capacity=capacity, **options)
+    kept: Any = dict(storage=INT8, cache_dtype=jnp.dtype(cache))
+    plan = Plan(model, config._replace(num_hidden_layers=layers), 1, capacity, chunk, **kept)
+    report, text = dry_run(plan, mesh)
     return report, parse(text)
 
 
@@ -153,9 +154,10 @@ def print_slots() -> None:
         config = model.config_from_hf(sizes[row.size])
         mesh = make_mesh(**parse_mesh(row.axes), devices=devices_of(row.topology))
         chip = chip_of(mesh.devices.flat[0])
-        weights = device_bytes(abstract_weights(model, config, mesh, jnp.dtype("bfloat16"), INT8))
+        plan = Plan(model, config, 1, row.capacities[1], storage=INT8)
+        weights = device_bytes(abstract_weights(plan, mesh))
         for cache in CACHES[:2]:
-            state = abstract_state(model, config, mesh, 1, row.capacities[1], jnp.dtype(cache))
+            state = abstract_state(plan._replace(cache_dtype=jnp.dtype(cache)), mesh)
             layers = [device_bytes(layer) for layer in state.cache]
             slots = [max(layers) * len(layers), sum(layers)]
             room = 0.95 * chip.memory - weights

@@ -35,8 +35,16 @@ from families import SHOWN  # noqa: E402
 
 from common.loading.shape import model_dtype  # noqa: E402
 from common.machines.chips import CHIPS, devices_of  # noqa: E402
-from common.machines.dryrun import Plan, compile_step, products_and_unread, target_of  # noqa: E402
-from common.machines.mesh_choice import USABLE, best_axes, load_of, loads, step_seconds  # noqa: E402
+from common.machines.dryrun import compile_step  # noqa: E402
+from common.machines.mesh_choice import (  # noqa: E402
+    USABLE,
+    Plan,
+    best_axes,
+    best_mesh,
+    load_of,
+    loads,
+    step_seconds,
+)
 from common.quant import storage_named  # noqa: E402
 from common.sharding import axes_of, make_mesh  # noqa: E402
 
@@ -87,28 +95,19 @@ def plan_of(row: Row) -> Plan:
     dtype = model_dtype(stored, None, None if row.storage == "as stored" else "bfloat16")
     quant = row.storage if row.storage in ("int8", "int4") else None
     cache = jnp.dtype(row.kv or ("int8" if quant else dtype))
-    plan = Plan(module, config, row.size, row.slots, capacity, dtype=dtype, cache_dtype=cache)
-    return plan._replace(storage=storage_named(quant))
-
-
-def use(plan: Plan) -> dict[str, Any]:
-    return dict(
-        slots=plan.slots,
-        capacity=plan.capacity,
-        dtype=plan.dtype,
-        cache_dtype=plan.cache_dtype,
-        storage=plan.storage,
+    storage = storage_named(quant)
+    return Plan(
+        module, config, row.slots, capacity, dtype=dtype, cache_dtype=cache, storage=storage
     )
 
 
 def fits(plan: Plan, topology: str, devices: int) -> bool:
     """Whether some mesh can hold the model, judged by shapes."""
     room = USABLE * CHIPS[topology.partition(":")[0]].memory
-    whole = load_of(plan.module, plan.config, ONE, **use(plan))
+    whole = load_of(plan, ONE)
     if whole.weights + whole.cache > room * devices:
         return False
-    found = loads(plan.module, plan.config, devices, **use(plan))
-    return any(load.weights + load.cache <= room for _, load in found)
+    return any(load.weights + load.cache <= room for _, load in loads(plan, devices))
 
 
 def storages(family: str, size: str) -> list[str]:
@@ -214,18 +213,17 @@ def search(row: Row) -> dict[str, Any]:
     estimated time on each, and which mesh the library chooses."""
     plan, chip = plan_of(row), CHIPS[row.topology.partition(":")[0]]
     devices = devices_of(row.topology)
-    chosen = axes_of(target_of(plan, row.topology, "").mesh)
-    fit = loads(plan.module, plan.config, len(devices), **use(plan))
+    chosen = axes_of(best_mesh(plan, devices))
     meshes: list[Any] = [
         make_mesh(**axes, devices=devices)
-        for axes, load in fit
+        for axes, load in loads(plan, len(devices))
         if load.weights + load.cache <= USABLE * chip.memory
     ]
     few = plan._replace(config=few_layers(plan.config))
 
     def estimate(mesh: Any) -> float | None:
-        report = compile_step(few, mesh).report
-        if report is None:
+        report = compile_step(few, mesh)
+        if report.refusal:
             return None
         return 1e3 * step_seconds(chip, report.traffic, report.sent, report.messages)
 
@@ -260,12 +258,10 @@ def floor_ms(plan: Plan, topology: str, devices: int) -> float | None:
     """Milliseconds in which a device on the best mesh reads its weights (without the experts that
     no token is expected to choose) and the whole cache; None if these do not fit."""
     chip = CHIPS[topology.partition(":")[0]]
-    axes = best_axes(plan.module, plan.config, devices, chip, **use(plan))
-    load = load_of(plan.module, plan.config, axes, **use(plan))
+    load = load_of(plan, best_axes(plan, devices, chip))
     if load.weights + load.cache > USABLE * chip.memory:
         return None
-    _, unread = products_and_unread(plan, axes, plan.slots // axes["data"])
-    return 1e3 * (load.weights - load.looked_up - unread + load.cache) / chip.bandwidth
+    return 1e3 * (load.moved - load.unread) / chip.bandwidth
 
 
 def shape_cells() -> dict[str, dict[str, list[Any]]]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from common.machines.mesh_choice import load_of
+from common.machines.mesh_choice import Plan, load_of
 from common.serving.load import Model
 from common.sharding import DATA
 
@@ -30,9 +30,8 @@ def check_memory(models: Sequence[Model], slots: int, capacity: int, dtype: DTyp
     sharing = min(jax.local_device_count(), mesh.size) if on_cpu else 1
     weights = cache = 0
     for m in models:
-        plan: Any = dict(slots=rows, capacity=capacity, dtype=m.dtype, cache_dtype=dtype)
-        plan |= dict(storage=m.storage, on_cpu=on_cpu)
-        load = load_of(m.module, m.config, dict(mesh.shape), **plan)
+        kept: Any = dict(dtype=m.dtype, cache_dtype=dtype, storage=m.storage, on_cpu=on_cpu)
+        load = load_of(Plan(m.module, m.config, rows, capacity, **kept), mesh.shape)
         weights += sharing * load.weights
         # Beside the slots, each data shard has a place where prompts are read.
         cache += sharing * load.cache * (slots + rows) // rows

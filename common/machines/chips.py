@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import topologies
 
 GIB = 1 << 30
 
@@ -43,15 +44,8 @@ CHIPS = {
 }
 LONGEST = {"v5e": 16, "v6e": 16}  # side of a slice; libtpu ends the process at a longer one
 # By the beginning of `device_kind`; the longer ones come first.
-KINDS = {
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v6": "v6e",
-    "TPU7x": "tpu7x",
-    "NVIDIA H100": "h100",
-}
+KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v6": "v6e"}
+KINDS |= {"TPU7x": "tpu7x", "NVIDIA H100": "h100"}
 
 
 def chip_of(device: Any) -> Chip:
@@ -60,68 +54,52 @@ def chip_of(device: Any) -> Chip:
     return CHIPS[next((name for start, name in KINDS.items() if kind.startswith(start)), "cpu")]
 
 
-# libtpu reads these when it is loaded. It then does not ask a metadata server, does not complain
-# that the host has no TPU, and allows several compilations at once.
-TPU_ENVIRONMENT = dict(
-    TPU_SKIP_MDS_QUERY="1",
-    TPU_ACCELERATOR_TYPE="v5litepod-1",
-    TPU_WORKER_HOSTNAMES="localhost",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="true",
-)
-
 # XLA asks a GPU for these figures; on a machine without one, it takes them from here.
 H100 = """
 gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448 core_count: 132 fpus_per_core: 128
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 fpus_per_core: 128
+  shared_memory_per_block_optin: 232448 clock_rate_ghz: 1.98 memory_bandwidth: 3352320000000
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84978434048 cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  l2_cache_size: 52428800 device_memory_size: 84978434048 registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 cuda_compute_capability { major: 9 minor: 0 }
 }
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 1 }
-runtime_version { major: 13 minor: 0 }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 1 } runtime_version { major: 13 minor: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def need(package: str, name: str, extra: str) -> None:
-    """ValueError if `package`, which compiles for `name`, is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"{name!r} needs {package} to compile for it: pip install -e '.[{extra}]'")
-
-
 def devices_of(topology: str) -> Sequence[Any]:
     """Returns the devices of a TPU slice such as "v5e:4x4", one to eight GPUs ("h100:8"), or this
-    host's: all of them ("cpu"), or the first ("cpu:8"). ValueError, in one line, if nothing here
-    can compile for them."""
+    host's: one ("cpu"), or as many as it stands for ("cpu:8"). ValueError, in one line, if nothing
+    here can compile for them."""
     name, _, size = topology.partition(":")
     if name == "cpu" and re.fullmatch(r"\d*", size):
-        there = jax.devices("cpu")
-        count = int(size or len(there))
+        there, count = jax.devices("cpu"), int(size or 1)
         if not 1 <= count <= len(there):
             raise ValueError(f"{topology!r}: this host stands for 1 to {len(there)} devices")
         return there[:count]
-    from jax.experimental import topologies
-
-    options: dict[str, Any] = {}
+    if name not in CHIPS:
+        names = ", ".join(CHIPS)
+        raise ValueError(f"{topology!r} is unknown: give one of {names}, and a size (v5e:4x4)")
+    longest = LONGEST.get(name, 1024)
+    package, extra, options = "libtpu", "tpu", dict(platform="tpu")
     if name == "h100":
         if not re.fullmatch("[1-8]?", size):
             raise ValueError(f"{topology!r} is not h100:1 to h100:8, the GPUs of one machine")
-        need("jax_cuda13_plugin", topology, "hopper")
+        package, extra = "jax_cuda13_plugin", "hopper"
         options = dict(platform="cuda", topology=f"1x1x{size or 1}", target_config=H100)
-    elif name in CHIPS:
-        need("libtpu", topology, "tpu")
-        sides, longest = [int(n) for n in re.findall(r"\d+", size)], LONGEST.get(name, 1 << 10)
-        if not all(1 <= side <= longest for side in sides):
-            raise ValueError(f"{topology!r}: each side of a slice has 1 to {longest} chips")
-        for variable, value in TPU_ENVIRONMENT.items():
-            os.environ.setdefault(variable, value)
-        options = dict(platform="tpu")
-    else:
-        names = ", ".join(CHIPS)
-        raise ValueError(f"{topology!r} is unknown: give one of {names}, and a size (v5e:4x4)")
+    elif not all(1 <= int(side) <= longest for side in re.findall(r"\d+", size)):
+        raise ValueError(f"{topology!r}: each side of a slice has 1 to {longest} chips")
+    if importlib.util.find_spec(package) is None:
+        install = f"pip install -e '.[{extra}]'"
+        raise ValueError(f"{topology!r} needs {package} to compile for it: {install}")
+    # libtpu reads these when it is loaded. It then asks no metadata server, does not complain that
+    # the host has no TPU, and allows several compilations at once.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     try:
         return topologies.get_topology_desc(topology, **options).devices
     except Exception as error:  # the plugin may raise any kind

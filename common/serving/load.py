@@ -17,7 +17,7 @@ from common.loading.checkpoint import Progress, load_weights, rows_together
 from common.loading.packed import declare
 from common.loading.random_weights import random_weights
 from common.loading.shape import model_dtype, read_model_config, read_shape
-from common.machines.mesh_choice import best_mesh
+from common.machines.mesh_choice import Plan, best_mesh
 from common.quant import TRANSPOSED, Storage, storage_named
 from common.sharding import model_shards
 from common.text.tokenizer import Tokenizer, load_tokenizer
@@ -83,8 +83,8 @@ def open_model(
     kind = model_dtype(hf, weights_at, dtype)
     storage = storage_named(quant)
     if mesh is None:
-        use: Any = dict(slots=slots, capacity=capacity, dtype=kind)
-        mesh = best_mesh(module, config, jax.devices(), storage=storage, **use)
+        use: Any = dict(slots=slots, capacity=capacity, dtype=kind, storage=storage)
+        mesh = best_mesh(Plan(module, config, **use), jax.devices())
     shards = model_shards(mesh)
     check_divides(declare(module, config, shards)[0], shards)
     tokenizer = None if directory is None else load_tokenizer(directory)
