@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -405,6 +406,22 @@ def test_options_of_a_dry_run_need_one(shape):
     code, out, err = command("llama3", "--ckpt", shape, "--layers", "1", "--prompt", "x")
     assert (code, out) == (2, "")
     assert err == "error: --layers goes with --dry-run only\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda x: x.name)
+def test_a_signal_ends_a_dry_run_while_it_compiles(number):
+    """The compiler would take half a minute, and starts after the conversion that JAX logs."""
+    words = [sys.executable, "-m", "llama3.main", "--ckpt", "llama3.1-8b", "--layers", "6"]
+    use = dict(cwd=ROOT, env=ENVIRONMENT | dict(JAX_LOG_COMPILES="1"), text=True)
+    with subprocess.Popen([*words, "--dry-run", "cpu"], stderr=subprocess.PIPE, **use) as process:
+        while "MLIR module conversion jit(generate)" not in (line := process.stderr.readline()):
+            assert line, "it has ended"
+        process.send_signal(number)
+        try:
+            process.communicate(timeout=5)
+        finally:
+            process.kill()
+    assert process.returncode == -number
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ python -m llama3.main --ckpt llama3.1-70b --quant int8 --kv-quant int8 --dry-run
 import argparse
 import json
 import re
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -167,6 +168,8 @@ def as_json(run: DryRun) -> dict[str, Any]:
 
 def print_dry_runs(module: ModuleType, args: argparse.Namespace) -> None:
     """Runs --dry-run: checks everything, compiles, and prints the figures to stdout."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # Python would wait for the compiler
+        signal.signal(number, signal.SIG_DFL)
     if hosts := [int(n) for n in re.findall(r"cpu:(\d+)", " ".join(args.dry_run))]:
         if max(hosts) > MOST_CPU_DEVICES:
             most = f"a host can stand for {MOST_CPU_DEVICES} devices at most"
