@@ -206,7 +206,7 @@ def mesh_of(plan: Plan, topology: str, axes: str) -> Mesh:
 
 def dry_runs(targets: Sequence[tuple[Plan, str, str]], prompt: int) -> list[DryRun]:
     """Compiles both steps for each plan, topology and axes (see `mesh_of`), as many at once as this
-    machine has cores. The second step reads `prompt` tokens."""
+    machine has cores. The second step reads `prompt` tokens. ValueError if a mesh cannot be."""
     meshes = [mesh_of(*target) for target in targets]
     decodes, topologies, axes = zip(*targets, strict=True)
     reads = [plan._replace(prompt=min(prompt, plan.capacity)) for plan in decodes]

@@ -108,15 +108,15 @@ def load_of(plan: Plan, axes: Axes) -> Load:
     weights = looked_up = 0
     unread = products = 0.0
     for path, weight in by_path(layout).items():
-        size, experts = weight_bytes(weight, plan, axes), weight.shape[0]
-        used = math.prod(weight.shape) / parts(weight.spec, axes)
+        size = weight_bytes(weight, plan, axes)
         weights += size
-        if weight.kind == "stack":
-            used *= chosen / experts
-            unread += size * (1 - share(experts))
         if path == "embed" and getattr(layout, "head", None) is not None:
             looked_up = size
         elif weight.kind != "array":
+            used, experts = math.prod(weight.shape) / parts(weight.spec, axes), weight.shape[0]
+            if weight.kind == "stack":
+                used *= chosen / experts
+                unread += size * (1 - share(experts))
             products += 2 * used * tokens
     make = partial(module.init_state, config, slots, plan.capacity, plan.cache_dtype, shards)
     arrays, spec = jax.tree.leaves(jax.eval_shape(make).cache), module.STATE_SPEC.cache
