@@ -1,10 +1,9 @@
-"""The cache of a layer: keys and values (or latents) of the tokens of each slot, and the attention
-that reads them. A cache is written at positions, and never read at or past a slot's length."""
+"""The cache of a layer: keys and values of the tokens of each slot, and the attention that reads
+them. A cache is written at positions, and never read at or past a slot's length."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,11 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from common.kernels.decode_attention import FEW_QUERIES, ragged_decode_attention
-from common.kernels.dispatch import AUTO, Impl, Kernel, choose
+from common.kernels.dispatch import AUTO
 from common.kernels.prefill_attention import prefill_attention
-from common.kernels.softmax import attend_in_parts
 from common.kernels.visible import first_seen
 from common.quant import quantize_rows
-from common.sharding import DATA, TENSOR, P, round_up
+from common.sharding import DATA, P, round_up
 
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = float(jnp.finfo(FP8).max)
@@ -29,8 +27,6 @@ TILE = 32  # positions in a tile of 8-bit numbers
 COPY_BLOCK = 128  # positions that are copied at once
 APPENDED = 2048  # a ring takes at least so many tokens at once
 RING_UNIT = 512  # the places of a window's ring are a multiple of this
-LATENT_PARTS = (1024, 512)  # positions of latents that one turn of a loop reads
-KERNEL_PARTS = (2048, *LATENT_PARTS)  # the same around the TPU kernel, which stops at a slot's end
 
 
 @jax.tree_util.register_static
@@ -66,6 +62,7 @@ class RowCache(NamedTuple):
 
 
 LayerCache = KVCache | RowCache
+Layer = TypeVar("Layer", bound=LayerCache)
 
 
 def cache_dtype_of(dtype: DTypeLike) -> jnp.dtype:
@@ -99,15 +96,6 @@ def empty_cache(
     return KVCache(k, v, scale(), scale(), ring)
 
 
-def empty_latent(shape_BSC: tuple[int, int, int], dtype: DTypeLike) -> RowCache:
-    """An empty layer of latent vectors, which all heads share. Their C numbers are padded to the
-    next multiple of 128, which is the memory that they take on a TPU anyway (see `RowCache`)."""
-    (B, S, C), dtype = shape_BSC, cache_dtype_of(dtype)
-    C = round_up(C, LANES)
-    scale = jnp.zeros((B, 1, S), jnp.float32) if dtype == jnp.int8 else None
-    return RowCache(jnp.zeros((B, 1, S, C), dtype), scale, None)
-
-
 def places(cache: LayerCache) -> int:
     """S: how many positions of a slot the cache of a layer holds."""
     return jax.tree.leaves(cache)[0].shape[2]
@@ -133,41 +121,19 @@ def append(cache: LayerCache, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> L
     """Writes the keys and values of T tokens to positions start_B, start_B + 1, ... Positions
     outside [0, S) are dropped; in a ring, only those below 0. ValueError if T is so large that the
     last tokens would overwrite positions in the ring that the first token still sees."""
-    if cache.ring is not None:
-        S, T, flat = places(cache), k_BTKH.shape[1], cache._replace(ring=None)
-        if S + 1 - cache.ring.reach < T:
-            raise ValueError(f"{T} tokens at once are too many for a window's cache of {S} places")
-        start_B = jnp.where(start_B < 0, start_B, lax.rem(start_B, S))
-        flat = append(flat, k_BTKH, v_BTKH, start_B)
-        if T > 1:  # what goes past the end of a lap begins the next one
-            flat = append(flat, k_BTKH, v_BTKH, start_B - S)
-        return flat._replace(ring=cache.ring)
-    k, k_scale = stored(k_BTKH, cache.k_scale)
-    v, v_scale = stored(v_BTKH, cache.v_scale)
-    scales: Any = dict(
-        k_scale=write_scale(cache.k_scale, k_scale, start_B),
-        v_scale=write_scale(cache.v_scale, v_scale, start_B),
-    )
+    (k, k_scale), (v, v_scale) = stored(k_BTKH, cache.k_scale), stored(v_BTKH, cache.v_scale)
+    new: LayerCache = KVCache(k, v, k_scale, v_scale, cache.ring)
     if isinstance(cache, RowCache):
-        row = jnp.concatenate([v, k], axis=-1)
-        return cache._replace(rows=write(cache.rows, row, start_B), **scales)
-    return cache._replace(k=write(cache.k, k, start_B), v=write(cache.v, v, start_B), **scales)
-
-
-def append_latent(cache: RowCache, latent_BTC: Array, start_B: Array) -> RowCache:
-    """Writes the latent vectors of T tokens. Positions are split over `tensor`, and each device
-    keeps what lands in its own part."""
-    start_B = start_B - lax.axis_index(TENSOR) * cache.rows.shape[2]
-    rows, scale = stored(padded(latent_BTC, cache)[:, :, None], cache.k_scale)
-    return cache._replace(
-        rows=write(cache.rows, rows, start_B), k_scale=write_scale(cache.k_scale, scale, start_B)
-    )
-
-
-def padded(x: Array, cache: RowCache) -> Array:
-    """[.., C] padded with zeros to the width of a row of the cache."""
-    extra = cache.rows.shape[-1] - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)])
+        new = RowCache(jnp.concatenate([v, k], axis=-1), k_scale, v_scale, cache.ring)
+    if cache.ring is None:
+        return write(cache, new, start_B)
+    S, T = places(cache), k_BTKH.shape[1]
+    if S + 1 - cache.ring.reach < T:
+        raise ValueError(f"{T} tokens at once are too many for a window's cache of {S} places")
+    start_B = jnp.where(start_B < 0, start_B, lax.rem(start_B, S))
+    cache = write(cache, new, start_B)
+    # What goes past the end of a lap begins the next one.
+    return write(cache, new, start_B - S) if T > 1 else cache
 
 
 def stored(x_BTKH: Array, scale: Array | None) -> tuple[Array, Array | None]:
@@ -176,25 +142,22 @@ def stored(x_BTKH: Array, scale: Array | None) -> tuple[Array, Array | None]:
     return (x_BKTH, None) if scale is None else quantize_rows(x_BKTH)
 
 
-def write(cache_BKSH: Array, new_BKTH: Array, start_B: Array) -> Array:
-    if cache_BKSH.dtype == FP8:  # fp8 has no infinity: what is too large would become NaN
-        new_BKTH = jnp.clip(new_BKTH, -FP8_MAX, FP8_MAX)
-    new_BKTH = new_BKTH.astype(cache_BKSH.dtype)
-    if new_BKTH.shape[2] > 1:
-        return copy_tokens(cache_BKSH, new_BKTH, start_B)
-    if cache_BKSH.shape[-1] % LANES == 0:
-        return scatter_token(cache_BKSH, new_BKTH, start_B)
-    # A TPU stores narrow rows transposed; a scatter would transpose the whole cache twice.
-    return lax.platform_dependent(
-        cache_BKSH, new_BKTH, start_B, tpu=copy_tokens, default=scatter_token
-    )
+def write(cache: Layer, new: Layer, start_B: Array) -> Layer:
+    """Writes the T positions of `new` to positions start_B, start_B + 1, ... of `cache`."""
 
+    def write_array(old: Array, new: Array) -> Array:
+        if old.dtype == FP8:  # fp8 has no infinity: what is too large would become NaN
+            new = jnp.clip(new, -FP8_MAX, FP8_MAX)
+        new = new.astype(old.dtype)
+        if new.shape[2] > 1:
+            return copy_tokens(old, new, start_B)
+        if old.ndim == 3 or old.shape[-1] % LANES == 0:
+            return scatter_token(old, new, start_B)
+        # A TPU stores narrow rows transposed; a scatter would transpose the whole cache twice.
+        return lax.platform_dependent(old, new, start_B, tpu=copy_tokens, default=scatter_token)
 
-def write_scale(cache_BKS: Array | None, new_BKT: Array | None, start_B: Array) -> Array | None:
-    if cache_BKS is None or new_BKT is None:
-        return None
-    one = new_BKT.shape[2] == 1
-    return (scatter_token if one else copy_tokens)(cache_BKS, new_BKT, start_B)
+    written: Layer = jax.tree.map(write_array, cache, new)
+    return written
 
 
 def scatter_token(cache: Array, new: Array, start_B: Array) -> Array:
@@ -285,138 +248,6 @@ def attend(
     return o
 
 
-def attend_latent(
-    q_BTNC: Array,
-    cache: RowCache,
-    end_B: Array,
-    implementation: str = AUTO,
-    *,
-    v_dim: int,
-    scale: float,
-) -> Array:
-    """Causal attention of a device's own N heads over a latent cache whose positions are split over
-    `tensor`: [B, T, N, v_dim]. The values are the first v_dim numbers of a row.
-
-    The devices of a `tensor` group gather the queries of all their heads. Each attends to its own
-    positions; then the parts are merged by log-sum-exp, and each device keeps its own heads.
-    """
-    first = lax.axis_index(TENSOR) * cache.rows.shape[2]  # the first position on this device
-    q_BTNC = lax.all_gather(q_BTNC, TENSOR, axis=2, tiled=True)  # own heads -> of the group
-    o_BTNC, lse_BTN = ragged_decode_attention(
-        padded(q_BTNC, cache),
-        cache.rows,
-        None,
-        end_B - first,
-        scale=scale,
-        k_scale_BKS=cache.k_scale,
-        v_dim=v_dim,
-        return_lse=True,
-        implementation=implementation,
-    )
-    lse_DBTN = lax.all_gather(lse_BTN, TENSOR)  # of own positions -> of each part
-    total_BTN = jax.nn.logsumexp(lse_DBTN, axis=0)
-    share_BTN = jnp.where(jnp.isneginf(total_BTN), 0, jnp.exp(lse_BTN - total_BTN))
-    o_BTNC = (o_BTNC * share_BTN[..., None]).astype(q_BTNC.dtype)
-    # partial: own positions, all heads of the group -> all positions, own heads
-    return lax.psum_scatter(o_BTNC, TENSOR, scatter_dimension=2, tiled=True)
-
-
-def attend_expanded(
-    q_BTNH: Array,
-    cache: RowCache,
-    expand: Callable[[Array], tuple[Array, Array]],
-    end_B: Array,
-    implementation: str = AUTO,
-    *,
-    scale: float,
-) -> Array:
-    """Causal attention of a device's own N heads over a latent cache whose positions are split over
-    `tensor`: [B, T, N, J]. expand(rows [B, P, W]) returns the keys [B, N, P, H] and the values
-    [B, N, P, J] of P positions: the products of their rows with two matrices.
-
-    It is called for one part of the positions at a time, up to the end of the longest slot, so the
-    cost grows with the filled positions and not with the capacity. On TPU, the kernel multiplies
-    each block of stored rows on the chip. The reference expands all positions at once, because a
-    loop of unknown length has no gradient.
-    """
-
-    def expanded(name: Impl, rows: Array, k_scale: Array | None, end_B: Array) -> Any:
-        rows = rows if k_scale is None else rows * k_scale[..., None]
-        k_BNPH, v_BNPJ = expand(rows[:, 0].astype(q_BTNH.dtype))
-        options: Any = dict(scale=scale, implementation=name, return_lse=True)
-        return prefill_attention(q_BTNH, k_BNPH, v_BNPJ, end_B, **options)
-
-    def at_once() -> Array:
-        gather = partial(lax.all_gather, axis_name=TENSOR, axis=2, tiled=True)
-        k_scale = None if cache.k_scale is None else gather(cache.k_scale)
-        o: Array = expanded(Impl.REFERENCE, gather(cache.rows), k_scale, end_B)[0]
-        return o
-
-    def kernels() -> dict[str, Kernel]:
-        from common.kernels.prefill_attention_tpu import prefill_attention_tpu, unsupported
-
-        def on_tpu(interpret: bool = False) -> Array:
-            # Expanding the rows of the identity matrix returns the two matrices themselves.
-            unit = jnp.eye(cache.rows.shape[3], dtype=q_BTNH.dtype)
-            k_1NWH, v_1NWJ = expand(unit[None])
-            options: Any = dict(made_by=(k_1NWH[0], v_1NWJ[0]), scale=scale, interpret=interpret)
-
-            def attend(rows: Array, k_scale: Array | None, end_B: Array) -> Any:
-                arrays = (q_BTNH, rows, None, jnp.maximum(end_B, 0), k_scale)
-                return prefill_attention_tpu(*arrays, return_lse=True, **options)
-
-            if lax.axis_size(TENSOR) == 1:
-                return attend(cache.rows, cache.k_scale, end_B)[0]
-            return in_latent_parts(attend, cache, end_B, KERNEL_PARTS)
-
-        return dict(tpu=Kernel("tpu", on_tpu, unsupported(q_BTNH, cache.rows)))
-
-    blocked = partial(in_latent_parts, partial(expanded, Impl.BLOCKED), cache, end_B)
-    plain: Any = dict(reference=at_once, blocked=blocked, gpu=blocked)
-    o_BTNJ: Array = choose(implementation, plain, kernels)()
-    return o_BTNJ
-
-
-def in_latent_parts(
-    attend: Callable[..., tuple[Array, Array]],
-    cache: RowCache,
-    end_B: Array,
-    sizes: tuple[int, ...] = LATENT_PARTS,
-) -> Array:
-    """Attention over a latent cache, part by part, up to the end of the longest slot. attend(rows,
-    k_scale, end_B) returns o and its log-sum-exp for a part, as if it were the whole cache. A part
-    has the first of `sizes` that divides the positions of a device."""
-    S, devices = cache.rows.shape[2], lax.axis_size(TENSOR)
-    size = next((n for n in sizes if S % n == 0), S)
-
-    def attend_part(i: Array) -> tuple[Array, Array]:
-        return attend(*latent_rows(cache, i * size, size), end_B - i * size)
-
-    end = jnp.clip(end_B.max(), 0, S * devices)
-    return attend_in_parts(attend_part, (end + size - 1) // size)[0]
-
-
-def latent_rows(cache: RowCache, first: ArrayLike, size: int) -> tuple[Array, Array | None]:
-    """The rows of positions first, first + 1, ... first + size - 1, which one device of the
-    `tensor` group holds, and their scales: [B, 1, size, W] and [B, 1, size] on every device.
-    Positions that are not filled may hold anything."""
-    S = cache.rows.shape[2]
-    at = first - lax.axis_index(TENSOR) * S
-
-    def read(x: Array) -> Array:
-        x = lax.dynamic_slice_in_dim(x, at, size, axis=2)
-        return lax.psum(jnp.where((at >= 0) & (at < S), x, 0), TENSOR)  # zeros elsewhere -> all
-
-    return read(cache.rows), None if cache.k_scale is None else read(cache.k_scale)
-
-
-def whole_parts(capacity: int, devices: int = 1) -> int:
-    """`capacity`, rounded up so that all devices hold the same number of positions. If that number
-    is above the smallest of `LATENT_PARTS`, it is rounded up to a multiple of it."""
-    each, part = -(-capacity // devices), LATENT_PARTS[-1]
-    return devices * (round_up(each, part) if each > part else each)
-
-
 # ---- moving slots
 
 
@@ -425,23 +256,20 @@ def copy_slots(state: Any, prefilled: Any, slot_B: ArrayLike, specs: Any, mesh: 
     `state`, unless that is -1. ValueError for what would silently be dropped or changed: states
     that differ in capacity, dtype or mesh, and slots that a data shard does not have."""
     slot_B = np.asarray(slot_B)
-    shards, slots, rows = mesh.shape[DATA], len(state.length_B), len(prefilled.length_B)
+    shards, rows = mesh.shape[DATA], len(prefilled.length_B)
+    slots = len(state.length_B) // shards
     kept, new = (jax.tree.map(lambda x: (x.shape[1:], x.dtype), s) for s in (state, prefilled))
     if kept != new:
         raise ValueError("insert copies between states of one capacity and one dtype of cache")
-    if len(slot_B) != rows or slots % shards or rows % shards:
-        raise ValueError(
-            f"insert needs one slot number for each of {rows} rows, and {slots} slots and {rows} "
-            f"rows that divide over data={shards}"
-        )
-    if slot_B.min() < -1 or slot_B.max() >= slots // shards:
-        raise ValueError(
-            f"insert into slots {slot_B.tolist()}: each must be -1 or in [0, {slots // shards}), "
-            "numbered within the data shard of its row"
-        )
-    numbers = slot_B.reshape(shards, -1)
-    if any(len({*row[row >= 0]}) < (row >= 0).sum() for row in numbers):
-        raise ValueError(f"insert into slots {slot_B.tolist()}: two rows go to one slot")
+    if len(slot_B) != rows:
+        raise ValueError(f"insert needs one slot number for each of {rows} rows, not {len(slot_B)}")
+    for numbers in slot_B.reshape(shards, -1):
+        taken = numbers[numbers != -1].tolist()
+        if len({*taken} & {*range(slots)}) < len(taken):
+            raise ValueError(
+                f"insert into slots {slot_B.tolist()}: each must be -1, or another number in "
+                f"[0, {slots}), numbered within the data shard of its row"
+            )
     return copy_rows(state, prefilled, slot_B, specs=specs, mesh=mesh)
 
 
@@ -470,10 +298,9 @@ def copy_prefixes(
     donated `cache`. The arrays have the same number of rows for each data shard, and a copy stays
     on its shard: slots are numbered within it. A length of 0 copies nothing."""
     specs = (spec, spec, P(DATA), P(DATA), P(DATA))
-    run = partial(copy_blocks, spec=spec)
-    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=spec)(
-        cache, source, from_R, to_R, length_R
-    )
+    copy = partial(copy_blocks, spec=spec)
+    run = jax.shard_map(copy, mesh=mesh, in_specs=specs, out_specs=spec)
+    return run(cache, source, from_R, to_R, length_R)
 
 
 def copy_blocks(
@@ -499,12 +326,9 @@ def copy_blocks(
 
     def copy(i: Array, cache: Any) -> Any:
         counts = jax.tree.map(partial(count_of, length=length_R[i]), cache, source, specs)
-        return lax.fori_loop(
-            0,
-            jnp.stack(jax.tree.leaves(counts)).max(),
-            lambda j, cache: jax.tree.map(partial(copy_block, i, j), cache, source),
-            cache,
-        )
+        most = jnp.stack(jax.tree.leaves(counts)).max()
+        copy_one = lambda j, cache: jax.tree.map(partial(copy_block, i, j), cache, source)
+        return lax.fori_loop(0, most, copy_one, cache)
 
     specs = jax.tree.broadcast(spec, cache)
     return lax.fori_loop(0, len(to_R), copy, cache)

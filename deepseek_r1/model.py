@@ -63,22 +63,14 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from common.cache import (
-    RowCache,
-    append_latent,
-    attend_expanded,
-    attend_latent,
-    capacity_of,
-    copy_slots,
-    empty_latent,
-    whole_parts,
-)
+from common.cache import RowCache, capacity_of, copy_slots
 from common.config import SILU, is_fp8, read_config, read_rope
 from common.experts import group_by_expert, num_experts
 from common.fields import Even, Index, at_most, divides
 from common.kernels.decode_attention import FEW_QUERIES
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
+from common.latents import append_latent, attend_expanded, attend_latent, empty_latent, whole_parts
 from common.names import Dropped, Same, Table, fp8_table
 from common.packing import Packing, read_packing
 from common.products import embed_rows, headwise, linear

@@ -13,19 +13,17 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from common import cache
-from common.cache import (
+from common.cache import KVCache, RowCache, empty_cache
+from common.kernels import decode_attention_tpu, prefill_attention_tpu
+from common.kernels.prefill_attention import prefill_attention
+from common.latents import (
     LATENT_PARTS,
-    KVCache,
-    RowCache,
     append_latent,
     attend_expanded,
     attend_latent,
-    empty_cache,
     empty_latent,
     whole_parts,
 )
-from common.kernels import decode_attention_tpu, prefill_attention_tpu
-from common.kernels.prefill_attention import prefill_attention
 from common.sharding import DATA, MODEL, TENSOR, P, make_mesh
 
 INT32 = np.iinfo(np.int32)

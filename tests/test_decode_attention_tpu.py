@@ -32,13 +32,7 @@ from test_attention import (
     split,
 )
 
-from common.cache import (
-    append,
-    append_latent,
-    attend_latent,
-    empty_cache,
-    empty_latent,
-)
+from common.cache import append, empty_cache
 from common.cache import attend as attend_to_cache
 from common.kernels import decode_attention_tpu as kernel
 from common.kernels.decode_attention import ragged_decode_attention
@@ -50,6 +44,7 @@ from common.kernels.decode_attention_tpu import (
 )
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.prefill_attention_tpu import prefill_attention_tpu
+from common.latents import append_latent, attend_latent, empty_latent
 from common.machines.chips import devices_of
 from common.sharding import DATA, MODEL, make_mesh
 

@@ -29,9 +29,9 @@ sys.path[:0] = [str(ROOT)]
 
 import jax.numpy as jnp  # noqa: E402
 
-from common.cache import KERNEL_PARTS  # noqa: E402
 from common.command.cli import mistakes_on_one_line  # noqa: E402
 from common.kernels.prefill_attention_tpu import block_sizes  # noqa: E402
+from common.latents import KERNEL_PARTS  # noqa: E402
 from common.machines.chips import chip_of, devices_of  # noqa: E402
 from common.machines.dryrun import (  # noqa: E402
     Report,

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from common.cache import COPY_BLOCK, empty_latent
+from common.cache import COPY_BLOCK
 from common.experts import group_by_expert
 from common.kernels.decode_attention import FEW_QUERIES
 from common.kernels.decode_attention_tpu import list_blocks
@@ -28,6 +28,7 @@ from common.kernels.ragged_dot import ragged_dot
 from common.kernels.reference import attention_reference
 from common.kernels.softmax import NEG_INF, online_softmax
 from common.kernels.visible import first_seen
+from common.latents import empty_latent
 from common.quant import MXFP4_GROUP, Mxfp4, dequantize_mxfp4, e2m1
 from common.serving.prefixes import HOST, KEPT, SLOT, Place, Prefixes, hold, least_missed, longest
 from common.serving.session import PROMPT_CHUNK, buckets
