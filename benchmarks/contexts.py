@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks import model_file
 from common.command.cli import mistakes_on_one_line
-from common.serving.load import Model, open_model, read_weights
-from common.serving.session import PROMPT_CHUNK, init_state
+from common.serving.load import Model, init_state, open_model, read_weights
+from common.serving.session import PROMPT_CHUNK
 from common.sharding import DATA
 
 CAPACITIES = (2048, 65_536)
@@ -45,8 +45,7 @@ def chunk_seconds(model: Model, state: Any) -> tuple[float, Any]:
 
 def empty(model: Model, capacity: int) -> Any:
     slots = model.mesh.shape[DATA]
-    shape: Any = dict(slots=slots, capacity=capacity, dtype=model.dtype, mesh=model.mesh)
-    return init_state(model.module, model.config, **shape)
+    return init_state(model.module, model.config, slots, capacity, model.dtype, model.mesh)
 
 
 def first_chunks(model: Model) -> dict[int, float]:

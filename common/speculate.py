@@ -5,6 +5,7 @@ Leviathan et al., arXiv 2211.17192. Here a token depends on its slot's logits, p
 position alone (`sample`), so a draft is kept only if the model draws the same token. The text is
 the same with drafts and without them, greedy or sampled, wherever the drafts come from."""
 
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -104,36 +105,90 @@ def generate(
     after them are wrong: the caller must not take tokens beyond the capacity.
     """
 
-    def run(
-        weights: Any, state: Any, draft_BK: Array, wanted: Array | None
-    ) -> tuple[Any, Array, Any]:
+    def run(weights: Any, state: Any, draft_BK: Array, wanted: Array | None) -> Any:
         tokens_BT = jnp.concatenate([state.token_B[:, None], draft_BK], axis=1)
-        is_filled = state.length_B > 0
-        end_B = jnp.where(is_filled, state.length_B + tokens_BT.shape[1], 0)
-        logits_BTV, cache = model.forward(
-            weights, state.cache, tokens_BT, end_B, config, implementation
-        )
-        new_BT, count_B = verify(
-            logits_BTV, draft_BK, state.sampling, state.length_B, config.vocab_size
-        )
+        length_B, is_filled = state.length_B, state.length_B > 0
+        end_B = jnp.where(is_filled, length_B + tokens_BT.shape[1], 0)
+        given: Any = weights, state.cache, tokens_BT, end_B, config, implementation
+        logits_BTV, cache = model.forward(*given)
+        new_BT, count_B = verify(logits_BTV, draft_BK, state.sampling, length_B, config.vocab_size)
         count_B = jnp.where(is_filled, count_B, 0)
         newest_B = new_BT[jnp.arange(len(new_BT)), count_B - 1]
-        state = state._replace(
-            cache=cache,
-            length_B=state.length_B + count_B,
-            token_B=jnp.where(is_filled, newest_B, state.token_B),
-        )
+        token_B = jnp.where(is_filled, newest_B, state.token_B)
+        state = state._replace(cache=cache, length_B=length_B + count_B, token_B=token_B)
         scored = None
         if wanted is not None:
             scored = scores(logits_BTV, new_BT, wanted, likeliest, config.vocab_size, MODEL)
         new_BT = counting(new_BT, count_B)
         return state, jnp.where(tokens_BT == NO_DRAFT, NO_DRAFT, new_BT), scored
 
-    specs = specs_like(weights, model.weight_layout(config))
-    return jax.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=(specs, model.STATE_SPEC, P(DATA), P()),
-        out_specs=(model.STATE_SPEC, P(DATA), P(DATA)),
-        check_vma=implementation in KERNEL_FREE,
-    )(weights, state, draft_BK, wanted)
+    specs = specs_like(weights, model.weight_layout(config)), model.STATE_SPEC, P(DATA), P()
+    out_specs, check = (model.STATE_SPEC, P(DATA), P(DATA)), implementation in KERNEL_FREE
+    run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check)
+    return run(weights, state, draft_BK, wanted)
+
+
+@partial(
+    jax.jit,
+    static_argnames=("files", "mesh", "implementation", "K", "likeliest"),
+    donate_argnames=("states", "text_BS"),
+)
+def decode(
+    weights: Sequence[Any],
+    states: Sequence[Any],
+    text_BS: Array | None,
+    wanted: Array | None,
+    *,
+    files: tuple[tuple[ModuleType, Any], ...],
+    mesh: Mesh,
+    implementation: str,
+    K: int,
+    likeliest: int,
+) -> tuple[list[Any], Array | None, Array, Scores | None]:
+    """`generate` with K drafts for each slot. If there are two models, the second one drafts; else
+    the drafts are looked up.
+
+    Args:
+      text_BS: int32, the tokens of each slot, of which the newest is at its length; None if K is 0.
+      wanted: whether scores are computed; None if no request may ask for them.
+      files: the model file and the config of each model.
+
+    Returns the states, the tokens of each slot, the new ones [B, K + 1], and their scores.
+    """
+    (main, *rest), where = states, dict[str, Any](mesh=mesh, implementation=implementation)
+    (model, config), length_B = files[0], main.length_B
+    draft_BK = jnp.zeros((len(length_B), 0), jnp.int32)
+    if K and rest:
+        draft_BK, rest[0] = draft(*files[1], weights[1], rest[0], main, text_BS, K, **where)
+    elif K and text_BS is not None:
+        draft_BK = lookup(text_BS, length_B, K)
+    static: Any = dict(config=config, likeliest=likeliest, **where)
+    main, new_BT, scored = generate(model, weights[0], main, draft_BK, wanted, **static)
+    if text_BS is not None:
+        at_BT = length_B[:, None] + 1 + jnp.arange(new_BT.shape[1])
+        text_BS = text_BS.at[jnp.arange(len(text_BS))[:, None], at_BT].set(new_BT, mode="drop")
+    return [main, *rest], text_BS, new_BT, scored
+
+
+def draft(
+    model: ModuleType,
+    config: Any,
+    weights: Any,
+    state: Any,
+    main: Any,
+    text_BS: Any,
+    K: int,
+    **where: Any,
+) -> tuple[Array, Any]:
+    """Decodes K tokens [B, K] after the newest of each slot of `main`, the state of another model.
+    Returns this model's own state, too. The token before the newest is appended once more: the
+    cache lacks it if all drafts of the last step were right."""
+    before_B, drafts = jnp.maximum(main.length_B - 1, 0), []
+    tokens_BT = jnp.take_along_axis(text_BS, before_B[:, None] + jnp.arange(2), axis=1)
+    state = state._replace(length_B=before_B, sampling=main.sampling)
+    for _ in range(K):
+        count_B = jnp.where(main.length_B > 0, tokens_BT.shape[1], 0)
+        state = model.prefill(weights, state, tokens_BT, count_B, config=config, **where)
+        tokens_BT = state.token_B[:, None]
+        drafts.append(tokens_BT)
+    return jnp.concatenate(drafts, axis=1), state

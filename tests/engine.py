@@ -153,7 +153,7 @@ def forward(
     model, config, weights, mesh, *_ = engine
     tokens_BT, end_B = (jnp.asarray(x, jnp.int32) for x in (tokens_BT, end_B))
     logits, cache = _logits(weights, cache, tokens_BT, end_B, model, config, mesh, implementation)
-    return np.asarray(publish(logits)), cache
+    return np.asarray(publish(logits, mesh)), cache
 
 
 def prefill(

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.serving import serve as serving
 from common.serving import session as sessions
+from common.serving import steps
 from common.serving.load import load
 from common.serving.score import logits
 from common.serving.serve import complete, serve, step
-from common.serving.session import Request, buckets, start_session
+from common.serving.session import Request, start_session
 from common.sharding import make_mesh
 from common.speculate import NO_TOKEN, counting
 from common.text.tokenizer import decode, encode
@@ -100,31 +100,25 @@ def test_in_bf16_too_neighbours_and_order_change_no_text(quant, axes):
     assert alone == [tokens[i] for i in few]
 
 
+MESHES = dict(data=2, expert=2, tensor=2), dict(data=2), dict(tensor=4)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "axes", [dict(data=2, expert=2, tensor=2), dict(data=2), dict(tensor=4)], ids=str
+    "options", [*(dict(slots=4, **mesh) for mesh in MESHES), dict(slots=5, capacity=160)], ids=str
 )
-def test_a_mesh_gives_the_same_texts(session, axes):
+def test_mesh_capacity_and_the_number_of_slots_change_nothing(session, options):
     requests = [Request(p, 8, seed=i) for i, p in enumerate(PROMPTS)]
     requests += [r._replace(**SAMPLED) for r in requests]
-    expected = answers(session, requests)
-    assert answers(open_session(slots=4, **axes), requests) == expected
-
-
-@pytest.mark.full
-def test_capacity_and_the_number_of_slots_change_nothing(session):
-    requests = [Request(p, 8, **SAMPLED, seed=i) for i, p in enumerate(PROMPTS)]
-    expected = answers(session, requests)
-    assert answers(start_session(session.model, 5, 160), requests) == expected
+    assert answers(open_session(**options), requests) == answers(session, requests)
 
 
 @pytest.mark.full
 def test_chunks_of_a_prompt_change_nothing(session, another, monkeypatch):
     requests = [Request(p, 8, seed=i) for i, p in enumerate(PROMPTS)]
     expected = answers(session, requests)
-    monkeypatch.setattr(sessions, "PROMPT_CHUNK", 16)
-    monkeypatch.setattr(sessions, "SMALLEST_BUCKET", 4)
-    assert buckets(40) == [16, 16, 8]
+    monkeypatch.setattr(steps, "PROMPT_CHUNK", 16)
+    monkeypatch.setattr(steps, "SMALLEST_BUCKET", 4)
     read, prefill = set(), model.prefill
 
     def record(weights, state, tokens_BT, count_B, **static):
@@ -228,14 +222,17 @@ def test_statistics_count_every_token_and_every_compilation_once(session):
 
 def test_nothing_is_compiled_between_a_prompt_and_its_first_token(session, monkeypatch):
     """Otherwise compiling would hide on a CPU how long the prompt takes."""
-    sessions.replicate.clear_cache()
+    sessions.publish.clear_cache()
     fresh, counts = start_session(session.model, session.slots, session.capacity), []
 
-    def read_chunk(*args):
-        sessions.read_chunk(*args)
-        counts.append(sessions.compilations)
+    prefill = model.prefill
 
-    monkeypatch.setattr(serving, "read_chunk", read_chunk)
+    def count(*args, **static):
+        out = prefill(*args, **static)
+        counts.append(sessions.compilations)
+        return out
+
+    monkeypatch.setattr(model, "prefill", count)
     next(serve(fresh, [Request(PROMPTS[0], 2)]))
     assert counts == [sessions.compilations]
 
@@ -258,23 +255,25 @@ def test_prompts_that_several_cpus_read_while_they_compile_are_not_timed():
         (Request([1], 4, top_p=0.0), "top_p must be"),
         (Request([1], 2.5), "max_new_tokens and logprobs must be whole numbers"),
         (Request([1], 4, logprobs=1.5), "logprobs must be whole numbers"),
-        (
-            Request([1.5], 4),
-            "prompt 2, stop_ids, max_new_tokens and logprobs must be whole numbers",
-        ),
+        (Request([1.5], 4), "prompt 2, stop_ids, max_new_tokens and logprobs must be whole"),
         (Request([1], 4, stop_ids=5), "must be whole numbers"),
         (Request([1], 4, stop="Exit"), "stop must be a list of texts, not 'Exit'"),
         (Request([1], 4, stop=[5]), "stop must be a list of texts"),
         (Request([1], 4, stop=None), "stop must be a list of texts"),
         (Request([1], 4, logprobs=0), "this session gives no log-probabilities"),
+        (Request([1], 4, logprobs=21), r"logprobs must be in \[0, 20\], got 21"),
+        (Request([1], 4, logprobs=-1), r"logprobs must be in \[0, 20\], got -1"),
+        *((Request(ids, 1), "prompt 2 has an id that") for ids in ([1, 10**6], [-1], [2**31])),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_before_any_work(session, request_, message):
+def test_a_request_that_cannot_be_served_is_refused_before_any_work(
+    session, another, request_, message
+):
     before = session.stats.prefill_tokens
     with pytest.raises(ValueError, match=message):
         next(serve(session, [Request([1], 4), request_]))
     assert session.stats.prefill_tokens == before
-    assert answers(session, [Request([1], 2)]) == answers(open_session(), [Request([1], 2)])
+    assert answers(session, [Request([1], 2)]) == answers(another, [Request([1], 2)])
 
 
 def test_a_prompt_is_that_which_was_submitted_whatever_becomes_of_the_list(session):
@@ -286,58 +285,42 @@ def test_a_prompt_is_that_which_was_submitted_whatever_becomes_of_the_list(sessi
     assert tokens == want[0][0]
 
 
-def test_slots_that_do_not_divide_over_the_data_axis_are_refused():
-    with pytest.raises(ValueError, match="3 slots cannot be split evenly over data=2"):
-        open_session(slots=3, data=2)
-
-
 # ---- insert
 
 
-def states(model_, slots=4, capacity=40, dtype=jnp.float32):
-    make = model.init_state
-    state, prompt = (make(model_.config, n, capacity, dtype) for n in (slots, 2))
-    return state, jax.tree.map(lambda x: jnp.full_like(x, 7), prompt)
+def inserted(session, slots, capacity=40, dtype="float32", **axes):
+    """Four slots after two rows full of sevens are inserted."""
+    state = model.init_state(session.model.config, 4, 40, "float32")
+    prompt = model.init_state(session.model.config, 2, capacity, dtype)
+    prompt = jax.tree.map(lambda x: jnp.full_like(x, 7), prompt)
+    return model.insert(state, prompt, np.array(slots), mesh=make_mesh(**axes))
 
 
 def test_insert_copies_rows_into_the_slots_that_it_is_given_and_no_others(session):
-    state, prompt = states(session.model)
-    state = model.insert(state, prompt, np.array([2, -1]), mesh=session.model.mesh)
-    for leaf in jax.tree.leaves(state):
+    for leaf in jax.tree.leaves(inserted(session, [2, -1])):
         filled = np.asarray(leaf).reshape(4, -1).astype(np.float32)
         assert (filled[2] == 7).all() and not (filled[[0, 1, 3]] == 7).any()
 
 
-@pytest.mark.parametrize("slots", [[4, 0], [-2, 0], [1, 1], [0]], ids=str)
-def test_a_slot_that_is_not_there_or_is_taken_twice_is_refused(session, slots):
-    state, prompt = states(session.model)
-    with pytest.raises(ValueError, match=r"^insert (into slots|needs one)"):
-        model.insert(state, prompt, np.array(slots), mesh=session.model.mesh)
-
-
-def test_a_slot_on_another_data_shard_cannot_be_named():
-    mesh = make_mesh(data=2)
-    config = load(model).config
-    state, prompt = (model.init_state(config, n, 40, jnp.float32) for n in (4, 2))
-    with pytest.raises(ValueError, match=r"\[0, 2\), numbered within the data shard of its row"):
-        model.insert(state, prompt, np.array([3, -1]), mesh=mesh)
-
-
-@pytest.mark.parametrize("other", [dict(capacity=41), dict(dtype=jnp.bfloat16)], ids=str)
-def test_states_of_another_capacity_or_dtype_are_refused(session, other):
-    state, _ = states(session.model)
-    _, prompt = states(session.model, **other)
-    with pytest.raises(ValueError, match="states of one capacity and one dtype of cache"):
-        model.insert(state, prompt, np.array([0, 1]), mesh=session.model.mesh)
+@pytest.mark.parametrize(
+    "slots, options, told",
+    [
+        *((slots, dict(), "insert into slots") for slots in ([4, 0], [-2, 0], [1, 1])),
+        ([0], dict(), "insert needs one slot number for each of 2 rows, not 1"),
+        ([3, -1], dict(data=2), r"\[0, 2\), numbered within the data shard of its row"),
+        ([0, 1], dict(capacity=41), "states of one capacity and one dtype of cache"),
+        ([0, 1], dict(dtype="bfloat16"), "states of one capacity and one dtype of cache"),
+    ],
+)
+def test_an_insert_that_would_drop_or_change_something_is_refused(session, slots, options, told):
+    with pytest.raises(ValueError, match=told):
+        inserted(session, slots, **options)
 
 
 @given(st.integers(1, 5000))
-def test_buckets_hold_the_prompt_and_come_from_a_short_list(count):
-    lengths = buckets(count)
-    assert sum(lengths[:-1]) < count <= sum(lengths)
-    assert lengths[:-1] == [sessions.PROMPT_CHUNK] * (len(lengths) - 1)
-    assert lengths[-1] in {32, 64, 128, 256, 512}
-    assert lengths[-1] < 2 * (count - sum(lengths[:-1])) or lengths[-1] == sessions.SMALLEST_BUCKET
+def test_a_bucket_is_the_smallest_of_a_short_list_that_holds_the_tokens(count):
+    lengths = [32, 64, 128, 256, steps.PROMPT_CHUNK]
+    assert steps.bucket_for(count) == next((n for n in lengths if count <= n), 512)
 
 
 def test_complete_gives_the_text_of_each_prompt_without_its_stop_token(session):

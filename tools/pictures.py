@@ -30,8 +30,19 @@ from common.kernels.softmax import NEG_INF, online_softmax
 from common.kernels.visible import first_seen
 from common.latents import empty_latent
 from common.quant import MXFP4_GROUP, Mxfp4, dequantize_mxfp4, e2m1
-from common.serving.prefixes import HOST, KEPT, SLOT, Place, Prefixes, hold, least_missed, longest
-from common.serving.session import PROMPT_CHUNK, buckets
+from common.serving.prefixes import (
+    HOST,
+    KEPT,
+    SLOT,
+    Place,
+    Prefixes,
+    Text,
+    hold,
+    least_missed,
+    longest,
+)
+from common.serving.session import PROMPT_CHUNK
+from common.serving.steps import bucket_for
 from common.sharding import P, Shards, make_mesh
 from common.weights import by_path
 
@@ -541,8 +552,8 @@ def serving_slots() -> Picture:
              Place(KEPT, 0): 1500, Place(KEPT, 1): 700, Place(HOST, 0): 1900}
     index, capacity, scale, x = Prefixes(), 2048, 250 / 2048, 480
     for place, n in texts.items():
-        hold(index, place, [100 * place.number + len(place.tier)] * n)
-    hold(index, Place(SLOT, 2), [*range(1100)])
+        hold(index, place, Text([100 * place.number + len(place.tier)] * n))
+    hold(index, Place(SLOT, 2), Text([*range(1100)]))
     prompt = [*range(1060), *range(5000, 5140)]
     source, shared = longest(index, prompt[:-1])
     start = shared // PROMPT_CHUNK * PROMPT_CHUNK
@@ -570,7 +581,7 @@ def serving_slots() -> Picture:
         text(20, 140, "where prompts are read:", "left faint"),
         text(20, 158, f"whole chunks of {PROMPT_CHUNK} are copied,", "left faint"),
         text(20, 176, f"in {start // COPY_BLOCK} blocks of {COPY_BLOCK} positions;", "left faint"),
-        text(20, 194, f"{left} tokens are read, padded to {buckets(left)[0]}", "left faint"),
+        text(20, 194, f"{left} tokens are read, padded to {bucket_for(left)}", "left faint"),
         text(x, 132, "slots; the green ones decode", "left faint"),
         *(shape for place in texts for shape in bar(place)),
         text(x, 312, "kept in the devices' memory (--keep)", "left faint"),

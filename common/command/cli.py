@@ -32,8 +32,7 @@ from common.loading.checkpoint import progress_bar
 from common.loading.files import first_line
 from common.machines.bandwidth import experts_read, parallel_readers, read_bandwidth, step_bytes
 from common.machines.hosts import Facts, Rank, agree, facts_of, find_rank, join
-from common.serving.drafts import check_fits
-from common.serving.load import Model, open_model, read_weights
+from common.serving.load import Model, check_fits, open_model, read_weights
 from common.serving.serve import close, step
 from common.serving.session import (
     DRAFT_TOKENS,

@@ -4,15 +4,17 @@ from llama3 import model
 llama = load(model, "meta-llama/Llama-3.2-1B-Instruct")
 """
 
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from common.kernels.dispatch import AUTO, Impl
 from common.loading.checkpoint import Progress, load_weights, rows_together
 from common.loading.packed import declare
 from common.loading.random_weights import random_weights
@@ -39,6 +41,13 @@ class Model(NamedTuple):
     @property
     def on_cpu(self) -> bool:
         return self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """What functions of the model file take beside arrays. AUTO would do on CPU what BLOCKED
+        does, but would first import the kernels of other platforms, which takes half a second."""
+        implementation = Impl.BLOCKED if self.on_cpu else AUTO
+        return dict(config=self.config, mesh=self.mesh, implementation=implementation)
 
 
 def load(
@@ -106,6 +115,26 @@ def cache_dtype(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> jnp
     if quant is not None:
         return jnp.dtype(quant)
     return jnp.dtype("float32") if on_cpu else dtype
+
+
+def check_fits(model: Model, draft: Model) -> None:
+    """ValueError if a model cannot draft for another one."""
+    if model.mesh != draft.mesh:
+        raise ValueError("the draft model must be on the mesh of the model")
+    main, other = (m.tokenizer and m.tokenizer.backend.get_vocab() for m in (model, draft))
+    same = main == other if main and other else model.config.vocab_size == draft.config.vocab_size
+    if not same:
+        raise ValueError("the draft model has another vocabulary than the model")
+
+
+@partial(jax.jit, static_argnames=("module", "config", "slots", "capacity", "dtype", "mesh"))
+def init_state(
+    module: ModuleType, config: Any, slots: int, capacity: int, dtype: DTypeLike, mesh: Mesh
+) -> Any:
+    """`init_state` of a model file, on the mesh."""
+    state = module.init_state(config, slots, capacity, dtype, model_shards(mesh))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), module.STATE_SPEC)
+    return jax.lax.with_sharding_constraint(state, shardings)
 
 
 def read_weights(

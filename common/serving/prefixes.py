@@ -7,11 +7,12 @@ not by comparing a prompt with every text.
 """
 
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 BLOCK = 16  # tokens; beginnings that are shorter are not worth a copy
 
@@ -28,21 +29,27 @@ PROMPT, SLOT, KEPT, HOST = "prompt", "slot", "kept", "host"
 READING = Place(PROMPT, 0)
 
 
-class Text(NamedTuple):
-    """Tokens that a place holds."""
+@dataclass
+class Text:
+    """Tokens that a place holds, and what else decides from where they can be continued."""
 
-    tokens: Sequence[int]
-    used: int  # the time of the last use, as `Prefixes` counts it
-    written: int  # positions written in this place so far, including any after the text
-    last: bytes | None  # the digest of all its whole blocks; None if it is shorter than a block
+    tokens: Sequence[int] = ()
+    written: int = 0  # positions written in this place so far, including any after the tokens
+    arrays: Any = None  # their caches, in a place without a slot
+    used: int = 0  # the time of the last use, as `Prefixes` counts it
+
+    def __post_init__(self) -> None:
+        self.keys = [*beginnings(self.tokens)]
 
 
 @dataclass
 class Prefixes:
     """What the places of one data shard hold."""
 
+    # How many of the first n tokens of a text can be continued from where it is held.
+    usable: Callable[[Text, int], int] = lambda text, n: n
     texts: dict[Place, Text] = field(default_factory=dict)
-    holders: dict[bytes, set[Place]] = field(default_factory=dict)  # of beginnings, by digest
+    holders: defaultdict[bytes, set[Place]] = field(default_factory=lambda: defaultdict(set))
     time: int = 0
 
 
@@ -60,83 +67,67 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     )
 
 
-def use(prefixes: Prefixes, place: Place, written: int = 0) -> None:
-    """Notes that the text of a place was needed, and how many positions are written by now."""
+def use(prefixes: Prefixes, place: Place) -> None:
+    """Notes that the text of a place was needed."""
     prefixes.time += 1
-    text = prefixes.texts[place]
-    written = max(written, text.written)
-    prefixes.texts[place] = text._replace(used=prefixes.time, written=written)
+    prefixes.texts[place].used = prefixes.time
 
 
-def hold(
-    prefixes: Prefixes,
-    place: Place,
-    tokens: Sequence[int],
-    used: int | None = None,
-    written: int = 0,
-) -> None:
-    """Notes that a place now holds `tokens` and nothing else, last used at `used`, or now."""
+def hold(prefixes: Prefixes, place: Place, text: Text) -> None:
+    """Notes that a place now holds a text and nothing else. If that is new, it is used now."""
     forget(prefixes, place)
     prefixes.time += 1
-    used = prefixes.time if used is None else used
-    key = None
-    for key in beginnings(tokens):
-        prefixes.holders.setdefault(key, set()).add(place)
-    prefixes.texts[place] = Text(tokens, used, max(written, len(tokens)), key)
+    text.used = text.used or prefixes.time
+    prefixes.texts[place] = text
+    for key in text.keys:
+        prefixes.holders[key].add(place)
 
 
 def forget(prefixes: Prefixes, place: Place) -> None:
     """Notes that a place holds nothing."""
-    if place in prefixes.texts:
-        for key in beginnings(prefixes.texts.pop(place).tokens):
+    if (text := prefixes.texts.pop(place, None)) is not None:
+        for key in text.keys:
             prefixes.holders[key].remove(place)
             if not prefixes.holders[key]:
                 del prefixes.holders[key]
 
 
-# Whether a place can be continued from its first n tokens: by default, from all that it holds.
-Reaches = Callable[[Place, int], bool]
-ALL: Reaches = lambda place, n: True
-
-
-def longest(prefixes: Prefixes, tokens: Sequence[int], reaches: Reaches = ALL) -> tuple[Place, int]:
+def longest(prefixes: Prefixes, tokens: Sequence[int]) -> tuple[Place, int]:
     """Returns the place that can be continued from the longest beginning of `tokens`, and the
-    length of that; READING and 0 if it is shorter than a block. Host memory comes last among
-    equals."""
+    length of that; 0 if it is shorter than a block. Host memory comes last among equals."""
     keys = takewhile(prefixes.holders.__contains__, beginnings(tokens))
     levels = [prefixes.holders[key] for key in keys]  # each holds all places of the next
-    tried = set[Place]()
+    best, tried = (0, False, READING), set[Place]()
     for n in range(len(levels) * BLOCK, 0, -BLOCK):
-
-        def held(place: Place, n: int = n) -> tuple[int, bool, Place]:
-            more = prefixes.texts[place].tokens[n : n + BLOCK]
-            length = n + common_prefix(more, tokens[n : n + BLOCK])
-            return length, place.tier != HOST, place  # the place itself: all processes choose alike
-
-        for length, _, place in sorted(map(held, levels.pop() - tried), reverse=True):
-            if reaches(place, length):
-                return place, length
+        for place in levels.pop() - tried:
+            text = prefixes.texts[place]
+            length = n + common_prefix(text.tokens[n : n + BLOCK], tokens[n : n + BLOCK])
+            length = prefixes.usable(text, length)
+            # The place itself decides last, so all processes choose alike.
+            best = max(best, (length, place.tier != HOST, place))
             tried.add(place)
-    return READING, 0
+        if best[0] >= n:
+            break
+    return best[2], best[0]
 
 
-def is_covered(prefixes: Prefixes, place: Place, reaches: Reaches = ALL) -> bool:
-    """Whether another place holds the same text, up to its last whole block, and can be continued
-    from there."""
+def is_covered(prefixes: Prefixes, place: Place) -> bool:
+    """Whether nothing is lost with the text of a place: another one can be continued from as much
+    of its whole blocks."""
     text = prefixes.texts[place]
-    if text.last is None:
-        return True
-    n = len(text.tokens) // BLOCK * BLOCK
-    return any(reaches(other, n) for other in prefixes.holders[text.last] - {place})
+    usable = prefixes.usable(text, len(text.keys) * BLOCK)
+    others = prefixes.holders[text.keys[-1]] - {place} if text.keys else ()
+    lengths = (prefixes.usable(prefixes.texts[other], len(text.keys) * BLOCK) for other in others)
+    return usable <= max(lengths, default=0)
 
 
-def least_missed(prefixes: Prefixes, places: Iterable[Place], reaches: Reaches = ALL) -> Place:
+def least_missed(prefixes: Prefixes, places: Iterable[Place]) -> Place:
     """Returns the place to overwrite: an empty one, else one whose text is held elsewhere too, else
     the one that was used least recently."""
 
     def loss(place: Place) -> tuple[bool, int]:
         if (text := prefixes.texts.get(place)) is None:
             return False, 0
-        return not is_covered(prefixes, place, reaches), text.used
+        return not is_covered(prefixes, place), text.used
 
     return min(places, key=loss)

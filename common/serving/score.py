@@ -3,19 +3,35 @@ tests. Generation computes only the logits of the last token."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from common.cache import APPENDED
 from common.kernels.dispatch import AUTO, KERNEL_FREE
 from common.sampling import Scores, sample, scores
-from common.serving.load import Model, cache_dtype
-from common.sharding import DATA, MODEL, P, model_shards
+from common.serving.load import Model, cache_dtype, init_state
+from common.sharding import DATA, MODEL, P
 from common.weights import specs_like
+
+LIKELIEST = 20  # tokens that are scored beside the one taken
+
+
+class Score(NamedTuple):
+    """The log-probability of a token, and ids and log-probabilities of the likeliest, under the
+    model's own distribution, before temperature and filters."""
+
+    logprob: float
+    likeliest: list[tuple[int, float]]
+
+
+def score_of(scores: Scores, row: int, t: int, n: int) -> Score:
+    """The score of token t of a row, with n of the likeliest."""
+    likeliest = scores.likeliest_BTX[row, t, :n].tolist(), scores.score_BTX[row, t, :n].tolist()
+    return Score(float(scores.token_BT[row, t]), [*zip(*likeliest, strict=True)])
 
 
 @partial(jax.jit, static_argnames=("model", "config", "mesh", "implementation", "forward"))
@@ -103,15 +119,13 @@ def log_probabilities(model: Model, ids: Sequence[int]) -> jax.Array:
     if not all(0 <= i < vocab_size for i in ids):
         raise ValueError(f"an id is not in [0, {vocab_size})")
     mesh, rows = model.mesh, model.mesh.shape[DATA]
-    dtype, shards = cache_dtype(model.dtype, model.on_cpu), model_shards(mesh)
-    make = partial(model.module.init_state, model.config, rows, len(ids), dtype, shards)
-    spec = NamedSharding(mesh, model.module.STATE_SPEC.cache)
-    cache = jax.jit(lambda: make().cache, out_shardings=spec)()
+    dtype = cache_dtype(model.dtype, model.on_cpu)
+    cache = init_state(model.module, model.config, rows, len(ids), dtype, mesh).cache
     tokens_BT = np.tile(np.asarray(ids, np.int32), (rows, 1))  # a slot for each data shard
-    static, parts = dict(config=model.config, mesh=mesh), list[Any]()
+    parts = list[Any]()
     for i in range(0, len(ids), APPENDED):  # a ring takes no more at once
         part_BT = tokens_BT[:, i : i + APPENDED]
         end_B = np.full(rows, i + part_BT.shape[1], np.int32)
-        scores, cache = logits(model.module, model.weights, cache, part_BT, end_B, **static)
+        scores, cache = logits(model.module, model.weights, cache, part_BT, end_B, **model.static)
         parts.append(scores[0])
     return jax.nn.log_softmax(jnp.concatenate(parts))

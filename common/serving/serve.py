@@ -8,7 +8,6 @@ Step t + 1 is dispatched before step t's tokens are fetched, so host work overla
 
 import json
 import time
-from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -17,13 +16,13 @@ import numpy as np
 
 from common.machines.hosts import share
 from common.sampling import INVALID
-from common.serving.drafts import pays
-from common.serving.kept import begin, find_beginning, release, settle
+from common.serving import steps
 from common.serving.load import Model
+from common.serving.prefixes import longest
+from common.serving.score import score_of
 from common.serving.session import (
     PROMPT_CHUNK,
     Ahead,
-    Chunk,
     Counts,
     Event,
     Request,
@@ -31,12 +30,7 @@ from common.serving.session import (
     Work,
     capacity_for,
     check_request,
-    empty_others,
-    generate,
-    next_chunk,
-    publish,
-    read_chunk,
-    score_of,
+    pays,
     start_session,
     timed,
 )
@@ -55,7 +49,8 @@ def submit(session: Session, request: Request) -> int:
     if request.logprobs is not None and not session.logprobs:
         raise ValueError("this session gives no log-probabilities")
     session.began = session.began or time.perf_counter()
-    own = request._replace(prompt=[*map(int, request.prompt)])  # the caller may change the list
+    # Lists of its own, as JSON has them: the caller may change what was given.
+    own = request._replace(prompt=[*map(int, request.prompt)], stop_ids=[*request.stop_ids])
     session.arrived.append((session.ids, own))
     session.ids += 1
     return session.ids - 1
@@ -82,23 +77,22 @@ def step(session: Session) -> list[Event]:
     """
     began = time.perf_counter()
     receive(session)
-    first, session.first = session.first, None
-    if first is not None:
-        return book(session, first, began)
-    drop_ended(session)
-    with timed(session.stats, "prefill_s"):
-        settle(session)
-    drop_ended(session)  # a text may end with its first token
-    admit(session)
     behind, session.ahead = session.ahead, None
-    chunk = next_chunk(next(iter(session.reading.values()))) if session.reading else None
-    cost = max(chunk.bucket, LEAST_COST) if chunk else 0
-    if chunk and (cost <= session.budget or not session.running):
+    if behind and session.read:  # first tokens, which need not wait for what is dispatched next
+        return book(session, behind, began)
+    with timed(session.stats, "prefill_s"):
+        steps.settle(session)
+    steps.drop_ended(session)
+    admit(session)
+    first = next(iter(session.reading.values()), None)
+    cost = max(steps.bucket_for(first.left), LEAST_COST) if first else 0
+    if first and (cost <= session.budget or not session.running):
         session.budget -= cost
-        read(session, chunk)
+        steps.prefill(session)
     else:
         session.budget = PROMPT_CHUNK
-        decode(session)
+        if session.running:
+            steps.generate(session)
     return book(session, behind, began) if behind else []
 
 
@@ -107,41 +101,27 @@ def close(session: Session) -> None:
     session.closed = True
 
 
-def agree(session: Session) -> None:
-    """Replaces this process's new requests, cancellations and flags by those of process 0. All
-    later decisions follow from these and from the tokens, so all processes decide alike."""
-    arrived = [(n, r and r._replace(stop_ids=[*r.stop_ids])) for n, r in session.arrived]
-    told = json.loads(share(json.dumps([arrived, session.closed, session.drafting])))
-    arrived, session.closed, session.drafting = told
-    session.arrived = [(n, r and Request(*r)) for n, r in arrived]
-
-
 def receive(session: Session) -> None:
-    """Lets the requests in that have arrived, and drops those that were given up."""
+    """Lets the requests in that have arrived, and drops those that were given up. Takes these and
+    the flags from process 0. All later decisions follow from them and from the tokens, so all
+    processes decide alike."""
     session.drafting = session.gain is None or pays(session.gain)
+    told: Any = session.arrived, session.closed, session.drafting
     if jax.process_count() > 1:
-        agree(session)
-    arrived, session.arrived = session.arrived, []
-    for number, request in arrived:
-        if request is not None:
+        told = json.loads(share(json.dumps(told)))
+    arrived, session.closed, session.drafting = told
+    session.arrived = []
+    for number, fields in arrived:
+        if fields is not None:
+            request = Request(*fields)
             prompt, tok = [*request.prompt], session.model.tokenizer
             speech = tok and start_speech(tok, prompt, request.is_chat, request.stop)
             session.works[number] = work = Work(number, request, prompt, speech)
-            session.waiting.append(work)
+            session.waiting[number] = work
         elif (given_up := session.works.pop(number, None)) is not None:
             given_up.ended = True
-    if any(request is None for _, request in arrived):
-        session.waiting = deque(work for work in session.waiting if not work.ended)
+            session.waiting.pop(number, None)
     session.reading = {row: work for row, work in session.reading.items() if not work.ended}
-
-
-def drop_ended(session: Session) -> None:
-    """Frees the slots of requests that have ended."""
-    ended = [slot for slot, work in session.running.items() if work.ended]
-    for slot in ended:
-        release(session, slot)
-    if ended:
-        empty_others(session, session.running)
 
 
 def admit(session: Session) -> None:
@@ -151,45 +131,16 @@ def admit(session: Session) -> None:
     slots."""
     while session.waiting:
         taken = [slot // session.per_row for slot in session.running]
-        rows = [row for row in range(session.rows) if row not in session.reading]
-        rows = [row for row in rows if taken.count(row) < session.per_row]
+        free = [row for row in range(session.rows) if taken.count(row) < session.per_row]
+        rows = [row for row in free if row not in session.reading]
         if not rows:
             return
-        work = session.waiting.popleft()
-        found = {row: find_beginning(session, row, work) for row in rows}
+        work = session.waiting.pop(next(iter(session.waiting)))
+        # The last token is read for its logits, and all are if the prompt is scored.
+        tokens = [] if work.request.echo else work.tokens[:-1]
+        found = {row: longest(session.prefixes[row], tokens) for row in rows}
         row = max(rows, key=lambda row: (found[row][1], -taken.count(row)))
-        begin(session, row, work, *found[row])
-
-
-def read(session: Session, chunk: Chunk) -> None:
-    """Dispatches one program that reads a chunk of a prompt on the shard that has waited longest.
-    All shards whose next chunk is equal to `chunk` take part. So the chunks in which a prompt is
-    read do not depend on the other prompts."""
-    together = {row: w for row, w in session.reading.items() if next_chunk(w) == chunk}
-    stats, model = session.stats, session.model
-    if model.on_cpu:  # otherwise compiling for this chunk would hide the time of the one before
-        with timed(stats, "prefill_s"):
-            jax.block_until_ready(session.prompts[0].token_B)
-    before, compiled_s = sum(w.cached for w in together.values()), stats.compile_s
-    with timed(stats, "prefill_s"):
-        read_chunk(session, together, chunk)
-        for row, work in together.items():
-            del session.reading[row]  # and back in, behind the others
-            (session.read if work.cached == len(work.tokens) else session.reading)[row] = work
-        if session.read:
-            session.first = Ahead(publish((session.prompts[0].token_B, None)), {**session.read})
-    # A call for several CPU devices ends when they have computed, so a compilation hides that.
-    if stats.compile_s == compiled_s or not model.on_cpu or model.mesh.size == 1:
-        stats.prefill_timed += sum(w.cached for w in together.values()) - before
-
-
-def decode(session: Session) -> None:
-    """Dispatches a step of all running texts."""
-    if session.running:
-        with timed(session.stats, "decode_s"):
-            session.ahead = generate(session)
-        filled = sum(len(work.tokens) for work in session.running.values())
-        session.stats.filled += filled / (session.slots * session.capacity)
+        steps.begin(session, row, work, *found[row])
 
 
 def book(session: Session, behind: Ahead, began: float) -> list[Event]:
@@ -197,7 +148,7 @@ def book(session: Session, behind: Ahead, began: float) -> list[Event]:
     stats, gain, events = session.stats, session.gain, list[Event]()
     # What was dispatched behind a chunk of a prompt had to wait for it.
     with timed(stats, "prefill_s" if behind.mixed else "decode_s"):
-        new = jax.tree.map(np.asarray, behind.new)
+        new = jax.device_get(behind.new)
     seconds = time.perf_counter() - began
     for row, work in behind.works.items():
         events += [] if work.ended else add(session, work, new, row)
@@ -211,36 +162,30 @@ def book(session: Session, behind: Ahead, began: float) -> list[Event]:
 
 def add(session: Session, work: Work, new: Any, row: int) -> list[Event]:
     """Adds the tokens of a row to a request, up to its end."""
-    (new_BT, scores), events, request = new, list[Event](), work.request
+    (new_BT, scores), events, request, stats = new, list[Event](), work.request, session.stats
     drafted_T = new_BT.reshape(len(new_BT), -1)[row]
-    tokens, stats = drafted_T[~np.isin(drafted_T, (NO_TOKEN, NO_DRAFT))].tolist(), session.stats
-    if work.made:
-        count(session, work, drafts=int((drafted_T[1:] != NO_DRAFT).sum()))
-    for t, token in enumerate(tokens):
+    tokens = drafted_T[~np.isin(drafted_T, (NO_TOKEN, NO_DRAFT))].tolist()
+    drafts = int((drafted_T[1:] != NO_DRAFT).sum()) if work.made else 0
+    stats.drafts, before = stats.drafts + drafts, work.counts
+    for t, token in enumerate(tokens):  # unless t is 0, it follows a draft that was right
         is_first = not work.made
-        count(session, work, right=min(t, 1))  # unless t is 0, it follows a draft that was right
+        work.counts = Counts(before.cached, before.drafts + drafts, before.drafts_right + t)
         work.tokens.append(token)
+        work.text.written = max(work.text.written, len(work.tokens))
         stats.decode_tokens += not is_first
+        stats.drafts_right += min(t, 1)
         event = end_of(session, work, Event(work.number, token, counts=work.counts))
         if request.logprobs is not None and is_first:
             *echo, score = work.scores
             event = event._replace(score=score, echo=echo if request.echo else ())
         elif request.logprobs is not None:
-            event = event._replace(score=score_of(scores, row, t, request))
+            event = event._replace(score=score_of(scores, row, t, request.logprobs))
         events.append(event)
         if event.finish is not None:
             work.ended = True
             del session.works[work.number]
             break
     return events
-
-
-def count(session: Session, work: Work, drafts: int = 0, right: int = 0) -> None:
-    """Counts drafts of a request, and those that became part of its reply."""
-    session.stats.drafts += drafts
-    session.stats.drafts_right += right
-    cached, earlier, earlier_right = work.counts
-    work.counts = Counts(cached, earlier + drafts, earlier_right + right)
 
 
 def end_of(session: Session, work: Work, event: Event) -> Event:

@@ -1,0 +1,285 @@
+"""The steps of a session: what it computes, and what it moves between the places that hold texts.
+
+A prompt begins with a copy of what a place holds, is read chunk by chunk, and moves into a slot,
+which decodes. A text whose slot is needed moves into a kept slot or into host memory."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from common.cache import COPY_BLOCK, copy_prefixes, slot_beginnings
+from common.sampling import INVALID, sampling_params
+from common.serving import prefixes
+from common.serving.prefixes import HOST, KEPT, READING, SLOT, Place, Text
+from common.serving.score import LIKELIEST, prefill_scored, score_of
+from common.serving.session import PROMPT_CHUNK, Ahead, Request, Session, Work, publish, timed
+from common.speculate import decode
+
+SMALLEST_BUCKET = 32
+AFTER = {SLOT: (KEPT, HOST), KEPT: (HOST,), HOST: ()}  # tiers
+MEMORY = {KEPT: "device", HOST: "pinned_host"}
+
+
+def begin(session: Session, row: int, work: Work, place: Place, length: int) -> None:
+    """Begins to read a request's prompt on a data shard, after copying the first `length` tokens
+    from a place of that shard."""
+    index = session.prefixes[row]
+    if length:
+        copy(session, row, place, length)
+        prefixes.use(index, place)
+        # A ring is copied as a whole, so it may hold later positions of the other text.
+        work.text.written = index.texts[place].written
+    work.cached, work.counts, session.reading[row] = (
+        length,
+        work.counts._replace(cached=length),
+        work,
+    )
+    session.stats.cached_tokens += length
+    session.stats.prefill_tokens += len(work.tokens) - length
+    works = [session.reading.get(row) for row in range(session.rows)]
+    requests = [work.request if work else Request((), 1) for work in works]
+    columns = [list(x) for x in zip(*(request.sampling for request in requests), strict=True)]
+    length_B = np.array([work.cached if work else 0 for work in works], np.int32)
+    for i, state in enumerate(session.prompts):  # with arrays of its own, because it is donated
+        own = jax.device_put((length_B, sampling_params(session.rows, *columns)), session.by_shard)
+        session.prompts[i] = state._replace(length_B=own[0], sampling=own[1])
+
+
+def bucket_for(count: int) -> int:
+    """How many of `count` prompt tokens are read at once, with padding: a whole chunk, or else the
+    smallest power of two that holds them."""
+    return min(PROMPT_CHUNK, max(SMALLEST_BUCKET, 1 << (count - 1).bit_length()))
+
+
+def prefill(session: Session) -> None:
+    """Dispatches one program that reads a chunk of the prompt that has waited longest. All data
+    shards whose next chunk is as large and as much scored take part. So the chunks in which a
+    prompt is read do not depend on the other prompts."""
+    stats, model = session.stats, session.model
+    if model.on_cpu:  # otherwise compiling for this chunk would hide the time of the one before
+        with timed(stats, "prefill_s"):
+            jax.block_until_ready(session.prompts[0].token_B)
+    chunk_of = lambda work: (bucket_for(work.left), work.request.logprobs is not None)
+    chunk = chunk_of(next(iter(session.reading.values())))
+    together = {row: work for row, work in session.reading.items() if chunk_of(work) == chunk}
+    (bucket, scored), rows = chunk, session.rows
+    tokens_BT = np.zeros((rows, bucket), np.int32)
+    count_B, after_B = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
+    for row, work in together.items():
+        part = work.tokens[work.cached : work.cached + bucket]
+        count_B[row], tokens_BT[row, : len(part)] = len(part), part
+        work.cached += len(part)
+        del session.reading[row]
+        if work.left:
+            after_B[row], session.reading[row] = work.tokens[work.cached], work  # now the last one
+        else:
+            session.read[row] = work
+    compiled_s = stats.compile_s
+    with timed(stats, "prefill_s"):
+        *given, after = jax.device_put((tokens_BT, count_B, after_B), session.by_shard)
+        for i, model in enumerate(session.models):
+            known = model.weights, session.prompts[i], *given
+            if i == 0 and scored:
+                more: Any = dict(likeliest=LIKELIEST, **model.static)
+                session.prompts[0], scores = prefill_scored(model.module, *known, after, **more)
+                scores = jax.device_get(publish(scores, model.mesh))
+                for row, work in together.items():
+                    n, T = work.request.logprobs or 0, range(count_B[row])
+                    work.scores += [score_of(scores, row, t, n) for t in T]
+            else:
+                session.prompts[i] = model.module.prefill(*known, **model.static)
+        if session.read:
+            new = publish((session.prompts[0].token_B, None), model.mesh)
+            session.ahead = Ahead(new, session.read)
+    # A call for several CPU devices ends when they have computed, so a compilation hides that.
+    if stats.compile_s == compiled_s or not model.on_cpu or model.mesh.size == 1:
+        stats.prefill_timed += int(count_B.sum())
+
+
+def settle(session: Session) -> None:
+    """Copies each prompt that has been read completely into a slot that is not running, and lets it
+    run there. This happens one step after its first token, so that the token need not wait."""
+    if not session.read:
+        return
+    slot_B, slots = np.full(session.rows, -1, np.int32), list[int]()
+    texts = np.zeros((len(session.read), session.capacity + 1), np.int32)
+    for i, (row, work) in enumerate(session.read.items()):
+        index, first, many = session.prefixes[row], row * session.per_row, session.reuse_multiple
+        prompt = work.request.prompt
+        written = max(work.text.written, len(work.tokens))
+        work.text = Text(prompt[: len(prompt) // many * many], written)
+        prefixes.hold(index, READING, work.text)  # a slot that holds no more than this goes first
+        free = [n for n in range(session.per_row) if first + n not in session.running]
+        place = prefixes.least_missed(index, [Place(SLOT, n) for n in free])
+        empty(session, row, place)
+        prefixes.forget(index, READING)
+        prefixes.hold(index, place, work.text)
+        slot_B[row], texts[i, : len(work.tokens)] = place.number, work.tokens
+        slots.append(first + place.number)
+        session.running[slots[-1]] = work
+    session.read = {}
+    for i, model in enumerate(session.models):
+        state, prompts = session.states[i], session.prompts[i]
+        session.states[i] = model.module.insert(state, prompts, slot_B, mesh=model.mesh)
+    if session.text_BS is not None:
+        session.text_BS = set_rows(session.text_BS, texts, np.array(slots), session.by_shard)
+
+
+@partial(jax.jit, static_argnames="sharding", donate_argnames="x")
+def set_rows(x: jax.Array, rows: np.ndarray, at: np.ndarray, sharding: Any) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x.at[at].set(rows), sharding)
+
+
+def generate(session: Session) -> None:
+    """Dispatches one decode step of all slots. Its tokens are a copy, because the next step
+    overwrites the state's own."""
+    model, models, works = session.model, session.models, dict(session.running)
+    session.stats.decode_steps += 1
+    filled = sum(len(work.tokens) for work in works.values())
+    session.stats.filled += filled / (session.slots * session.capacity)
+    with timed(session.stats, "decode_s"):
+        if session.text_BS is None and not session.logprobs:
+            state = model.module.generate(model.weights, session.states[0], **model.static)
+            session.states[0], drafted = state, hasattr(state, "new_BT")
+            new = (state.new_BT if drafted else state.token_B), None
+        else:
+            drafted = session.text_BS is not None and session.drafting
+            wanted = any(work.request.logprobs is not None for work in works.values())
+            session.states, session.text_BS, *new = decode(
+                [model.weights for model in models],
+                session.states,
+                session.text_BS,
+                np.array(wanted) if session.logprobs else None,  # one program for all steps
+                files=tuple((model.module, model.config) for model in models),
+                mesh=model.mesh,
+                implementation=model.static["implementation"],
+                K=session.draft_tokens if drafted else 0,
+                likeliest=LIKELIEST,
+            )
+        new = publish(new, model.mesh)
+    session.ahead = Ahead(new, works, drafted, bool(session.reading))
+
+
+def drop_ended(session: Session) -> None:
+    """Frees the slots of requests that have ended, or were given up. A text stays in its slot until
+    that is needed; the newest token is not in the cache."""
+    ended = {slot: work for slot, work in session.running.items() if work.ended}
+    for slot, work in ended.items():
+        row, number = divmod(slot, session.per_row)
+        index, place = session.prefixes[row], Place(SLOT, number)
+        if work.tokens[-1] == INVALID:
+            prefixes.forget(index, place)
+        elif session.reuse_multiple > 1:  # a reply is not read in chunks, so it may round otherwise
+            prefixes.use(index, place)
+        else:
+            prefixes.hold(index, place, Text(work.tokens[:-1], work.text.written))
+        del session.running[slot]
+    if ended:
+        keep_B = np.isin(np.arange(session.slots), [*session.running])
+        keep_B, state = jax.device_put(keep_B, session.by_shard), session.states[0]
+        hot_B = state.sampling.temperature_B * keep_B  # `sample` need not search for an empty slot
+        sampling = state.sampling._replace(temperature_B=hot_B)
+        session.states[0] = state._replace(length_B=state.length_B * keep_B, sampling=sampling)
+
+
+def copy(session: Session, row: int, place: Place, length: int) -> None:
+    """Copies the first `length` positions of a place to where prompts are read."""
+    held, number = tuple(state.cache for state in session.states), place.number
+    if place.tier != SLOT:
+        held, number = jax.tree.map(whole, session.prefixes[row].texts[place].arrays), 0
+    prompts = tuple(state.cache for state in session.prompts)
+    at = (only(session, row, n) for n in (number, 0, length))
+    copied = copy_prefixes(prompts, held, *at, **placement(session))
+    pairs = zip(session.prompts, copied, strict=True)
+    session.prompts = [state._replace(cache=cache) for state, cache in pairs]
+
+
+def only(session: Session, row: int, value: int) -> jax.Array:
+    values = np.where(np.arange(session.rows) == row, np.int32(value), 0)
+    return jax.device_put(values, session.by_shard)
+
+
+def placement(session: Session) -> dict[str, Any]:
+    """Where the caches of all models are."""
+    spec = tuple(model.module.STATE_SPEC.cache for model in session.models)
+    return dict(spec=spec, mesh=session.model.mesh)
+
+
+# ---- texts without a slot
+
+
+@dataclass(frozen=True)
+class DataShard:
+    """The part of an array that belongs to one data shard. It is in the memory of the devices, or
+    of their hosts. Each process has what its own devices hold."""
+
+    like: jax.ShapeDtypeStruct  # the whole array, which has a slot for each data shard
+    parts: dict[jax.Device, jax.Array]
+
+
+def shard_of(x: jax.Array, row: int) -> DataShard:
+    mine = (s for s in x.addressable_shards if (s.index[0].start or 0) == row)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return DataShard(like, {s.device: s.data for s in mine})
+
+
+def moved(x: DataShard, memory: str) -> DataShard:
+    """Starts a copy to "device" memory or to that of the host, and does not wait for it."""
+    to = {device: part.sharding.with_memory_kind(memory) for device, part in x.parts.items()}
+    return replace(x, parts={d: jax.device_put(part, to[d]) for d, part in x.parts.items()})
+
+
+def whole(x: DataShard) -> jax.Array:
+    """The array again, with zeros for the other data shards."""
+    shape, sharding, parts = x.like.shape, x.like.sharding, moved(x, "device").parts
+    zeros = partial(jnp.zeros, sharding.shard_shape(shape), x.like.dtype)
+    here = [parts[d] if d in parts else zeros(device=d) for d in sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, here)
+
+
+def size_of(arrays: Any) -> int:
+    """Bytes in all processes, so that all decide alike."""
+    likes = [x.like for x in jax.tree.leaves(arrays)]
+    return sum(x.size * x.dtype.itemsize // x.shape[0] for x in likes)
+
+
+def take(session: Session, row: int, slot: int, length: int) -> Any:
+    """A copy of the first `length` positions of a slot, with room up to the next power of two."""
+    size = min(session.capacity, max(COPY_BLOCK, 1 << (length - 1).bit_length()))
+    caches = tuple(state.cache for state in session.states)
+    at = (only(session, row, n) for n in (slot, length))
+    held = slot_beginnings(caches, *at, size=size, **placement(session))
+    return jax.tree.map(partial(shard_of, row=row), held)
+
+
+def empty(session: Session, row: int, place: Place) -> None:
+    """Makes room in a place. If no other place holds its text, that moves to the next tier."""
+    index = session.prefixes[row]
+    if place in index.texts and not prefixes.is_covered(index, place):
+        keep(session, row, place)
+    prefixes.forget(index, place)
+
+
+def keep(session: Session, row: int, place: Place) -> None:
+    """Moves a text to the next tier that is large enough for it. Texts that `least_missed` picks
+    leave that tier until there is room."""
+    index, room = session.prefixes[row], session.room
+    text, tiers = index.texts[place], [tier for tier in AFTER[place.tier] if room[tier]]
+    if not tiers:
+        return
+    arrays = text.arrays or take(session, row, place.number, len(text.tokens))
+    size = size_of(arrays)
+    tier = next((tier for tier in tiers if size <= room[tier]), None)
+    if tier is None:
+        return
+    there = [place for place in index.texts if place.tier == tier]
+    while sum(size_of(index.texts[place].arrays) for place in there) + size > room[tier]:
+        least = prefixes.least_missed(index, there)
+        there.remove(least)
+        empty(session, row, least)
+    text.arrays = jax.tree.map(partial(moved, memory=MEMORY[tier]), arrays)
+    prefixes.hold(index, Place(tier, index.time), text)
