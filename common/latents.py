@@ -66,17 +66,10 @@ def attend_latent(
     positions; then the parts are merged by log-sum-exp, and each device keeps its own heads.
     """
     q_BTNC = lax.all_gather(q_BTNC, TENSOR, axis=2, tiled=True)  # own heads -> of the group
-    o_BTNC, lse_BTN = ragged_decode_attention(
-        padded(q_BTNC, cache),
-        cache.rows,
-        None,
-        end_B - lax.axis_index(TENSOR) * places(cache),
-        scale=scale,
-        k_scale_BKS=cache.k_scale,
-        v_dim=v_dim,
-        return_lse=True,
-        implementation=implementation,
-    )
+    options: Any = dict(k_scale_BKS=cache.k_scale, scale=scale, implementation=implementation)
+    end_B = end_B - lax.axis_index(TENSOR) * places(cache)  # counted from this device's first one
+    given = padded(q_BTNC, cache), cache.rows, None, end_B
+    o_BTNC, lse_BTN = ragged_decode_attention(*given, v_dim=v_dim, return_lse=True, **options)
     lse_DBTN = lax.all_gather(lse_BTN, TENSOR)  # of own positions -> of each part
     total_BTN = jax.nn.logsumexp(lse_DBTN, axis=0)
     share_BTN = jnp.where(jnp.isneginf(total_BTN), 0, jnp.exp(lse_BTN - total_BTN))

@@ -96,6 +96,18 @@ def goldens(family: str, variant: str) -> tuple[Golden, ...]:
         return tuple(Golden(*(z[f"{field}_{n}"] for field in Golden._fields)) for n in lengths)
 
 
+def watch(monkeypatch: Any, model: ModuleType, name: str, note: Any) -> None:
+    """Passes what a function of a model file returns, and its arguments, to `note`."""
+    function = getattr(model, name)
+
+    def watched(*given: Any, **static: Any) -> Any:
+        result = function(*given, **static)
+        note(result, *given)
+        return result
+
+    monkeypatch.setattr(model, name, watched)
+
+
 def place(engine: Engine, tree: Any, specs: Any) -> Any:
     shardings = jax.tree.map(lambda spec: NamedSharding(engine.mesh, spec), specs)
     return jax.device_put(tree, shardings)

@@ -10,18 +10,9 @@ from compare import assert_close, rounding
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from common import cache
+from common import cache, latents
 from common.cache import KVCache, RowCache, empty_cache
 from common.kernels import decode_attention_tpu, prefill_attention_tpu
-from common.kernels.prefill_attention import prefill_attention
-from common.latents import (
-    LATENT_PARTS,
-    append_latent,
-    attend_expanded,
-    attend_latent,
-    empty_latent,
-    whole_parts,
-)
 from common.sharding import DATA, MODEL, TENSOR, P, make_mesh
 
 INT32 = np.iinfo(np.int32)
@@ -164,7 +155,10 @@ def test_an_empty_cache_is_one_that_append_takes(dtype, H):
 
 
 def test_a_dtype_may_be_named_and_must_be_one_that_a_cache_holds():
-    for make in (lambda x: empty_cache((2, 1, 8, 16), x), lambda x: empty_latent((2, 8, 16), x)):
+    for make in (
+        lambda x: empty_cache((2, 1, 8, 16), x),
+        lambda x: latents.empty_latent((2, 8, 16), x),
+    ):
         assert make("int8").k_scale is not None and make("bfloat16").k_scale is None
         for other in ("int4", "float64", "float8_e4m3fnuz"):  # JAX would make float32 of the second
             with pytest.raises(ValueError, match=f"a cache holds float32, .* not {other}"):
@@ -196,17 +190,6 @@ def test_a_ring_gives_what_a_whole_cache_gives(ring, layout, dtype, implementati
     whose last ones may be padding, which the next step overwrites. In each step a slot is skipped,
     and one slot begins when the others are in their second lap. What was never written is NaN."""
     option, reach, size = RINGS[ring]
-    if ring == "odd" and implementation == "tpu":
-        with pytest.raises(ValueError, match="a multiple of 128 places, not 208"):
-            prefill_attention(
-                *(jnp.zeros((1, n, m, 8)) for n, m in ((9, 1), (1, 208), (1, 208))),
-                jnp.ones(1, int),
-                scale=1.0,
-                chunk=13,
-                wraps=True,
-                implementation="tpu",
-            )
-        return
     rng, kept, shape = np.random.default_rng(0), {option: reach}, (3, 2, RING_S, LAYOUTS[layout])
     layers = [empty_cache(shape, dtype, **kept), empty_cache(shape, dtype)]
     assert [cache.places(layer) for layer in layers] == [size, RING_S] and layers[0].ring
@@ -222,6 +205,11 @@ def test_a_ring_gives_what_a_whole_cache_gives(ring, layout, dtype, implementati
         options = dict(scale=0.1, sinks_N=sinks_N, **kept)
         return layer, cache.attend(q_BTNH, layer, end_B, implementation, **options)
 
+    if ring == "odd" and implementation == "tpu":
+        q, k, v = (jnp.zeros((3, 9, n, shape[3])) for n in (4, 2, 2))
+        with pytest.raises(ValueError, match="a multiple of 128 places, not 208"):
+            step(layers[0], q, k, v, np.full(3, 9))
+        return
     length_B = np.zeros(3, int)
     steps = [120, 1, 1, 1, 120, 1, 120, 1, 120, 1, 120, 1, 120, 120, 1, 1, 120, 1, 1, 1, 1]
     for turn, T in enumerate(steps):
@@ -276,8 +264,8 @@ def latent_step(axes):
     spec, heads = P(None, None, TENSOR), P(None, None, MODEL)
 
     def step(layer, latent_BTC, q_BTNC, end_B):
-        layer = append_latent(layer, latent_BTC, end_B - latent_BTC.shape[1])
-        return layer, attend_latent(q_BTNC, layer, end_B, v_dim=V_DIM, scale=0.3)
+        layer = latents.append_latent(layer, latent_BTC, end_B - latent_BTC.shape[1])
+        return layer, latents.attend_latent(q_BTNC, layer, end_B, v_dim=V_DIM, scale=0.3)
 
     specs = dict(in_specs=(spec, P(), heads, P()), out_specs=(spec, heads), check_vma=False)
     return jax.jit(jax.shard_map(step, mesh=make_mesh(**axes), **specs))
@@ -289,7 +277,7 @@ def latent_steps(axes, dtype, T):
     rng, lengths = np.random.default_rng(0), np.array([0, 3, 17, 29])
     tokens = rng.standard_normal((4, LATENT_S, C)).astype(np.float32)
     queries = rng.standard_normal((4, LATENT_S, N, C)).astype(np.float32)
-    layer = empty_latent((4, LATENT_S, C), dtype)
+    layer = latents.empty_latent((4, LATENT_S, C), dtype)
     layer = jax.tree.map(lambda x: x if x.dtype == jnp.int8 else jnp.full_like(x, jnp.nan), layer)
     out, step, slot = [], latent_step(axes), np.arange(4)[:, None]
     for first in range(0, lengths.max() + 1, T):
@@ -311,7 +299,7 @@ def test_a_latent_cache_split_over_devices_is_that_of_one(dtype, T):
 
 
 def test_one_latent_step_is_the_softmax_of_its_definition():
-    rng, layer = np.random.default_rng(0), empty_latent((1, LATENT_S, C), jnp.float32)
+    rng, layer = np.random.default_rng(0), latents.empty_latent((1, LATENT_S, C), jnp.float32)
     latent, q = (rng.standard_normal(s).astype(np.float32) for s in ((1, 6, C), (1, 6, N, C)))
     _, got = latent_step(dict(tensor=2))(layer, latent, q, np.array([6]))
     scores = np.einsum("tnc,sc->tns", q[0], latent[0]) * 0.3
@@ -325,7 +313,7 @@ def test_one_latent_step_is_the_softmax_of_its_definition():
     (100, 1, 100), (100, 8, 104), (513, 1, 1024), (2048, 8, 2048), (2049, 4, 4096), (0, 2, 0),
 ])  # fmt: skip
 def test_a_device_holds_whole_parts_or_less_than_one(capacity, devices, positions):
-    assert whole_parts(capacity, devices) == positions
+    assert latents.whole_parts(capacity, devices) == positions
 
 
 def expanded(layer, q_BTNH, end_B, implementation, axes):
@@ -340,7 +328,7 @@ def expanded(layer, q_BTNH, end_B, implementation, axes):
             k_BNPH = jnp.einsum("bpc,nch->bnph", rows_BPW[..., :C], w_NCH)
             return k_BNPH, k_BNPH[..., 1:] - k_BNPH[..., :-1]
 
-        return attend_expanded(q_BTNH, layer, expand, end_B, implementation, scale=1.5)
+        return latents.attend_expanded(q_BTNH, layer, expand, end_B, implementation, scale=1.5)
 
     specs = spec, heads, P(DATA), P(MODEL)
     check = implementation in ("reference", "blocked")
@@ -355,7 +343,7 @@ def expanded(layer, q_BTNH, end_B, implementation, axes):
 def test_keys_and_values_made_in_parts_give_what_all_at_once_give(longest, dtype, implementation):
     """Slots end in the first part, at the end of a part, and before or past the capacity; one is
     empty. What lies past an end is NaN."""
-    part, T, H = LATENT_PARTS[-1], 16, 8
+    part, T, H = latents.LATENT_PARTS[-1], 16, 8
     S, end_B = 6 * part, np.array([16, 600, 2 * part, 0, 6 * part + longest])
     rng, stale = np.random.default_rng(0), np.arange(S) >= end_B[:, None]
     q_BTNH = rng.standard_normal((5, T, N, H)).astype(np.float32)

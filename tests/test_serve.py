@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine import watch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +21,8 @@ from llama3 import model
 
 PROMPTS = [[0, *range(40, 40 + n)] for n in (3, 17, 1, 40, 9, 33, 5)]
 SAMPLED = dict(temperature=0.9, top_k=50, top_p=0.95)
+GREEDY = [Request(p, 6) for p in PROMPTS]
+BOTH = [Request(p, 8, seed=i, **x) for x in ({}, SAMPLED) for i, p in enumerate(PROMPTS)]
 
 
 def open_session(slots=2, capacity=96, **axes):
@@ -64,8 +67,7 @@ def greedy_by_full_forward(model_, prompts, count):
 
 
 def test_more_prompts_than_slots_each_get_the_tokens_of_a_full_forward(session):
-    requests = [Request(p, 6) for p in PROMPTS]
-    tokens, finish = answers(session, requests)
+    tokens, finish = answers(session, GREEDY)
     assert tokens == greedy_by_full_forward(session.model, PROMPTS, 6)
     assert finish == ["length"] * len(PROMPTS)
 
@@ -89,8 +91,7 @@ def test_in_bf16_too_neighbours_and_order_change_no_text(quant, axes):
     """Another number of slots or another mesh may change it: that is another program, which rounds
     differently."""
     loaded = load(model, mesh=make_mesh(**axes), dtype="bfloat16", quant=quant)
-    requests = [Request(p, 12, seed=i) for i, p in enumerate(PROMPTS)]
-    requests += [r._replace(**SAMPLED) for r in requests]
+    requests = [r._replace(max_new_tokens=12) for r in BOTH]
     tokens, _ = answers(start_session(loaded, 4, 96), requests)
     order = [4, 0, 13, 6, 9, 2, 11, 5, 1, 8, 3, 12, 7, 10]
     shuffled, _ = answers(start_session(loaded, 4, 96), [requests[i] for i in order])
@@ -108,25 +109,16 @@ MESHES = dict(data=2, expert=2, tensor=2), dict(data=2), dict(tensor=4)
     "options", [*(dict(slots=4, **mesh) for mesh in MESHES), dict(slots=5, capacity=160)], ids=str
 )
 def test_mesh_capacity_and_the_number_of_slots_change_nothing(session, options):
-    requests = [Request(p, 8, seed=i) for i, p in enumerate(PROMPTS)]
-    requests += [r._replace(**SAMPLED) for r in requests]
-    assert answers(open_session(**options), requests) == answers(session, requests)
+    assert answers(open_session(**options), BOTH) == answers(session, BOTH)
 
 
 @pytest.mark.full
 def test_chunks_of_a_prompt_change_nothing(session, another, monkeypatch):
-    requests = [Request(p, 8, seed=i) for i, p in enumerate(PROMPTS)]
-    expected = answers(session, requests)
+    expected, read = answers(session, BOTH), set()
     monkeypatch.setattr(steps, "PROMPT_CHUNK", 16)
     monkeypatch.setattr(steps, "SMALLEST_BUCKET", 4)
-    read, prefill = set(), model.prefill
-
-    def record(weights, state, tokens_BT, count_B, **static):
-        read.add(tokens_BT.shape[1])
-        return prefill(weights, state, tokens_BT, count_B, **static)
-
-    monkeypatch.setattr(model, "prefill", record)
-    assert answers(another, requests) == expected
+    watch(monkeypatch, model, "prefill", lambda _, *given: read.add(given[2].shape[1]))
+    assert answers(another, BOTH) == expected
     assert read == {4, 8, 16}
 
 
@@ -141,10 +133,8 @@ def test_a_repeated_beginning_is_read_once_and_changes_nothing(session):
 
 
 def test_the_first_token_does_not_wait_for_the_slot(another, monkeypatch):
-    inserted, insert = [], model.insert
-    monkeypatch.setattr(
-        model, "insert", lambda *args, **kw: inserted.append(1) or insert(*args, **kw)
-    )
+    inserted = []
+    watch(monkeypatch, model, "insert", lambda *_: inserted.append(1))
     assert [len(inserted) for _ in serve(another, [Request(PROMPTS[0], 2)])] == [0, 1]
 
 
@@ -167,13 +157,13 @@ def without_numbers(model_):
 
 def test_a_prompt_whose_logits_are_no_numbers_gets_no_token(session):
     broken = start_session(without_numbers(session.model), 2, session.capacity)
-    tokens, finish = answers(broken, [Request(p, 6) for p in PROMPTS])
+    tokens, finish = answers(broken, GREEDY)
     assert tokens == [[-1]] * len(PROMPTS) and finish == ["invalid"] * len(PROMPTS)
 
 
 def test_logits_that_become_no_numbers_end_a_request_after_what_it_has(session, another):
-    expected, _ = answers(session, [Request(p, 6) for p in PROMPTS[:2]])
-    events = serve(another, [Request(p, 6) for p in PROMPTS[:2]])
+    expected, _ = answers(session, GREEDY[:2])
+    events = serve(another, GREEDY[:2])
     got = [next(events) for _ in range(4)]
     another.models = [without_numbers(another.model)]
     got += list(events)
@@ -192,8 +182,7 @@ def test_of_drafts_an_invalid_token_is_told_from_one_that_is_not_there():
 def test_a_full_cache_ends_a_request_after_the_last_token_that_it_can_hold(session):
     room = session.capacity - len(PROMPTS[3]) + 1
     tokens, finish = answers(session, [Request(PROMPTS[3], 10_000)])
-    assert len(tokens[0]) == room
-    assert finish == ["length"]
+    assert len(tokens[0]) == room and finish == ["length"]
     larger, _ = answers(start_session(session.model, 2, 128), [Request(PROMPTS[3], room)])
     assert tokens == larger
 
@@ -204,19 +193,18 @@ def test_a_reader_who_stops_early_leaves_the_session_usable(session, another):
         next(events)
     events.close()
     assert step(another) == [] and not np.asarray(another.states[0].length_B).any()
-    requests = [Request(p, 6) for p in PROMPTS]
-    assert answers(another, requests) == answers(session, requests)
+    assert answers(another, GREEDY) == answers(session, GREEDY)
 
 
 def test_statistics_count_every_token_and_every_compilation_once(session):
     fresh = start_session(session.model, 2, 97)  # nothing was compiled for this capacity
-    answers(fresh, [Request(p, 6) for p in PROMPTS])
+    answers(fresh, GREEDY)
     assert fresh.stats.prefill_tokens == fresh.stats.prefill_timed == sum(map(len, PROMPTS))
     assert fresh.stats.decode_tokens == 5 * len(PROMPTS)
     assert 0 < fresh.stats.filled < fresh.stats.decode_steps
     compiled = fresh.stats.compile_s
     assert compiled > 0 and fresh.stats.prefill_s > 0 and fresh.stats.decode_s > 0
-    answers(fresh, [Request(p, 6) for p in PROMPTS])
+    answers(fresh, GREEDY)
     assert fresh.stats.compile_s == compiled, "a program was compiled twice"
 
 
@@ -224,15 +212,7 @@ def test_nothing_is_compiled_between_a_prompt_and_its_first_token(session, monke
     """Otherwise compiling would hide on a CPU how long the prompt takes."""
     sessions.publish.clear_cache()
     fresh, counts = start_session(session.model, session.slots, session.capacity), []
-
-    prefill = model.prefill
-
-    def count(*args, **static):
-        out = prefill(*args, **static)
-        counts.append(sessions.compilations)
-        return out
-
-    monkeypatch.setattr(model, "prefill", count)
+    watch(monkeypatch, model, "prefill", lambda *_: counts.append(sessions.compilations))
     next(serve(fresh, [Request(PROMPTS[0], 2)]))
     assert counts == [sessions.compilations]
 

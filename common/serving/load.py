@@ -138,10 +138,7 @@ def init_state(
 
 
 def read_weights(
-    model: Model,
-    progress: Progress | None = None,
-    seed: int = 0,
-    allow_nonfinite: bool = False,
+    model: Model, progress: Progress | None = None, seed: int = 0, allow_nonfinite: bool = False
 ) -> Model:
     """Puts the weights of `model` on its mesh: reads the checkpoint, or makes them from `seed`."""
     module, config, mesh, storage = model.module, model.config, model.mesh, model.storage

@@ -62,9 +62,8 @@ def beginnings(tokens: Sequence[int]) -> Iterator[bytes]:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+    pairs = zip(a, b, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def use(prefixes: Prefixes, place: Place) -> None:

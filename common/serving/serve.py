@@ -148,7 +148,7 @@ def book(session: Session, behind: Ahead, began: float) -> list[Event]:
     stats, gain, events = session.stats, session.gain, list[Event]()
     # What was dispatched behind a chunk of a prompt had to wait for it.
     with timed(stats, "prefill_s" if behind.mixed else "decode_s"):
-        new = jax.device_get(behind.new)
+        new = jax.tree.map(np.asarray, behind.new)
     seconds = time.perf_counter() - began
     for row, work in behind.works.items():
         events += [] if work.ended else add(session, work, new, row)

@@ -86,7 +86,7 @@ def prefill(session: Session) -> None:
             if i == 0 and scored:
                 more: Any = dict(likeliest=LIKELIEST, **model.static)
                 session.prompts[0], scores = prefill_scored(model.module, *known, after, **more)
-                scores = jax.device_get(publish(scores, model.mesh))
+                scores = jax.tree.map(np.asarray, publish(scores, model.mesh))
                 for row, work in together.items():
                     n, T = work.request.logprobs or 0, range(count_B[row])
                     work.scores += [score_of(scores, row, t, n) for t in T]
