@@ -200,6 +200,15 @@ def test_a_ring_that_was_copied_does_not_have_what_its_source_had_lost(family, r
     assert answer(session, third)[0] == answer(fresh, third)[0]
 
 
+def test_a_beginning_that_its_own_reply_overwrote_in_a_ring_is_read_again(monkeypatch):
+    monkeypatch.setattr(cache, "APPENDED", 64)
+    session, fresh = (open_session("gpt_oss", 160) for _ in range(2))
+    prompt = pool("gpt_oss")[3].prompt
+    answer(session, Request(prompt, 120))
+    again = Request([*prompt, 5], 9)
+    assert answer(session, again) == answer(fresh, again)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("keep_host", [0, 100])
 def test_a_beginning_that_one_ring_has_lost_is_found_where_another_has_it(keep_host, monkeypatch):
