@@ -49,7 +49,7 @@ def submit(session: Session, request: Request) -> int:
     if request.logprobs is not None and not session.logprobs:
         raise ValueError("this session gives no log-probabilities")
     session.began = session.began or time.perf_counter()
-    # Lists of its own, as JSON has them: the caller may change what was given.
+    # Copies, because the caller may change what was given; and lists, because JSON has no sets.
     own = request._replace(prompt=[*map(int, request.prompt)], stop_ids=[*request.stop_ids])
     session.arrived.append((session.ids, own))
     session.ids += 1
@@ -102,9 +102,9 @@ def close(session: Session) -> None:
 
 
 def receive(session: Session) -> None:
-    """Lets the requests in that have arrived, and drops those that were given up. Takes these and
-    the flags from process 0. All later decisions follow from them and from the tokens, so all
-    processes decide alike."""
+    """Lets the requests in that have arrived, and drops those that were given up. If there are
+    several processes, these and the flags are those of process 0. All later decisions follow from
+    them and from the tokens, so all processes decide alike."""
     session.drafting = session.gain is None or pays(session.gain)
     told: Any = session.arrived, session.closed, session.drafting
     if jax.process_count() > 1:

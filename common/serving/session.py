@@ -95,7 +95,7 @@ class Work:
 
     @property
     def left(self) -> int:
-        """How many tokens are not read."""
+        """How many prompt tokens are not read yet."""
         return len(self.tokens) - self.cached
 
     @property

@@ -33,11 +33,8 @@ def begin(session: Session, row: int, work: Work, place: Place, length: int) -> 
         prefixes.use(index, place)
         # A ring is copied as a whole, so it may hold later positions of the other text.
         work.text.written = index.texts[place].written
-    work.cached, work.counts, session.reading[row] = (
-        length,
-        work.counts._replace(cached=length),
-        work,
-    )
+    work.cached, work.counts = length, work.counts._replace(cached=length)
+    session.reading[row] = work
     session.stats.cached_tokens += length
     session.stats.prefill_tokens += len(work.tokens) - length
     works = [session.reading.get(row) for row in range(session.rows)]
@@ -57,8 +54,8 @@ def bucket_for(count: int) -> int:
 
 def prefill(session: Session) -> None:
     """Dispatches one program that reads a chunk of the prompt that has waited longest. All data
-    shards whose next chunk is as large and as much scored take part. So the chunks in which a
-    prompt is read do not depend on the other prompts."""
+    shards take part whose next chunk has the same bucket and is scored alike. So the chunks in
+    which a prompt is read do not depend on the other prompts."""
     stats, model = session.stats, session.model
     if model.on_cpu:  # otherwise compiling for this chunk would hide the time of the one before
         with timed(stats, "prefill_s"):
