@@ -77,7 +77,7 @@ def serving_tasks(model: Model, quant: str | None) -> dict[str, Task]:
 
 
 def tasks_of(spec: dict[str, Any]) -> tuple[dict[str, Task], dict[str, Any]]:
-    configure_jax({}, compile_cache=True, group=None)
+    configure_jax({}, processes=1)
     module, began = importlib.import_module(f"{spec['model']}.model"), time.perf_counter()
     options = dict(dtype=spec["dtype"], quant=spec["quant"])
     model = load(module, spec["ckpt"], random=spec["random"], **options)

@@ -99,7 +99,7 @@ def main() -> None:
     args = ap.parse_args()
     if args.rounds < 1:
         ap.error("--rounds must be at least 1")
-    configure_jax({}, compile_cache=True, group=None)
+    configure_jax({}, processes=1)
     model = load(model_file(args.model), args.ckpt, dtype=args.dtype)
     session = start_session(model, SLOTS, CAPACITY, logprobs=True)
     assert model.tokenizer is not None

@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.against is not None:  # found out now, not after all other rows
             importlib.import_module("llama_cpp")
             args.against.open("rb").close()
-        configure_jax({}, compile_cache=True, group=None)
+        configure_jax({}, processes=1)
         exact: float | None = None
         for name, value in measured(args):
             change = "" if exact is None else f"{100 * (value / exact - 1):+.2f} %"

@@ -214,7 +214,7 @@ def main() -> None:
     ap.add_argument("--draft", default="", help="only drafts with this word in their name")
     ap.add_argument("--prompt", default="", help="only prompts with this word in their name")
     args = ap.parse_args()
-    configure_jax({}, compile_cache=True, group=None)
+    configure_jax({}, processes=1)
     model = load(model_file(args.model), args.ckpt, dtype=args.dtype)
     for name in args.only:
         print("\n".join(MEASURES[name](model, args)), end="\n\n", flush=True)

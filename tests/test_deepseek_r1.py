@@ -123,11 +123,14 @@ def test_a_setting_that_is_not_implemented_is_refused_by_name(variant, name, val
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(n_group=5), "24 experts are not n_group=5 equal groups of 2 or more"),
-        (dict(n_group=24), "24 experts are not n_group=24 equal groups of 2 or more"),
-        (dict(topk_group=5), "topk_group=5 of n_group=4 groups have fewer than 3 experts"),
-        (dict(num_experts_per_tok=13), "topk_group=2 of n_group=4 groups have fewer than 13"),
-        (dict(num_experts_per_tok=25), "num_experts_per_tok=25 is above n_routed_experts=24"),
+        (dict(n_group=5), "n_group=5 must divide n_routed_experts=24"),
+        (dict(n_group=24), "topk_group=2 has only 2 experts"),
+        (dict(topk_group=5), "topk_group=5 must be at most n_group=4"),
+        (dict(num_experts_per_tok=13), "topk_group=2 has only 12 experts"),
+        (
+            dict(num_experts_per_tok=25),
+            "=25 must be at most n_routed_experts=24",
+        ),
         (dict(num_key_value_heads=3), "num_key_value_heads=3"),
         (dict(qk_rope_head_dim=11, head_dim=11), "qk_rope_head_dim=11 must be an even number"),
     ],

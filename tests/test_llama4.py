@@ -115,7 +115,7 @@ def config_of(variant, text=None, **changes):
         ("text", dict(no_rope_layers=[1, 0]), "2 no_rope_layers, but num_hidden_layers is 3"),
         ("text", dict(no_rope_layers=[1, 0, 2]), r"no_rope_layers\[2\]=2 is not implemented"),
         ("text", dict(layer_types=["full_attention"] * 3), "differs from what no_rope_layers says"),
-        ("text", dict(num_experts_per_tok=7), "num_experts_per_tok=7 is above num_local_experts=6"),
+        ("text", dict(num_experts_per_tok=7), "=7 must be at most num_local_experts=6"),
         ("scout", dict(text_config=None), "text_config=None must be an object"),
         ("scout", dict(text_config=[1]), r"text_config=\[1\] must be an object"),
         ("scout", dict(tie_word_embeddings=True), "tie_word_embeddings=True is not implemented"),
