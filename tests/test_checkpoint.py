@@ -577,12 +577,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_not_a_crash(checkp
 
 # ---- numbers that are not finite
 
-BAD = {
-    "NaN": np.nan,
-    "negative NaN": -np.nan,
-    "infinity": np.inf,
-    "negative infinity": -np.inf,
-}
+BAD = {"NaN": np.nan, "negative NaN": -np.nan, "infinity": np.inf, "negative infinity": -np.inf}
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=["f32", "f16", "bf16"])

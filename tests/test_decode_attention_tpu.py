@@ -289,8 +289,7 @@ def shapes_of(H, dtype, sharding, B=16, S=2048, packed=False):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     arrays: dict[str, Any] = dict(
-        q_BTNH=array((B, 1, K * G, H), BF16),
-        k_BKSH=array((B, K, S, 2 * H if packed else H), dtype),
+        q_BTNH=array((B, 1, K * G, H), BF16), k_BKSH=array((B, K, S, 2 * H if packed else H), dtype)
     )
     arrays |= dict(lengths_B=array((B,), jnp.int32))
     arrays["v_BKSH"] = None if latent or packed else arrays["k_BKSH"]

@@ -127,10 +127,7 @@ def test_a_setting_that_is_not_implemented_is_refused_by_name(variant, name, val
         (dict(n_group=24), "topk_group=2 has only 2 experts"),
         (dict(topk_group=5), "topk_group=5 must be at most n_group=4"),
         (dict(num_experts_per_tok=13), "topk_group=2 has only 12 experts"),
-        (
-            dict(num_experts_per_tok=25),
-            "=25 must be at most n_routed_experts=24",
-        ),
+        (dict(num_experts_per_tok=25), "=25 must be at most n_routed_experts=24"),
         (dict(num_key_value_heads=3), "num_key_value_heads=3"),
         (dict(qk_rope_head_dim=11, head_dim=11), "qk_rope_head_dim=11 must be an even number"),
     ],

@@ -14,16 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close
-from engine import (
-    FIXTURES,
-    empty_cache,
-    forward,
-    goldens,
-    hf_config,
-    init_state,
-    load,
-    model_of,
-)
+from engine import FIXTURES, empty_cache, forward, goldens, hf_config, init_state, load, model_of
 from families import FAMILIES
 from golden import (
     assert_divides,
@@ -206,8 +197,7 @@ PRECISIONS = {  # by the name of the bound: dtype, storage of the weights, cache
 
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize(
-    "precision",
-    [pytest.param(p, marks=() if p == "int8_both" else full) for p in PRECISIONS],
+    "precision", [pytest.param(p, marks=() if p == "int8_both" else full) for p in PRECISIONS]
 )
 @pytest.mark.parametrize(
     "second, steps",
@@ -269,9 +259,7 @@ def test_weights_in_4_bits_compute_with_the_numbers_that_they_stand_for(
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(
-    "steps",
-    [prompt_logits, pytest.param(stepwise_logits, marks=full)],
-    ids=["prefill", "decode"],
+    "steps", [prompt_logits, pytest.param(stepwise_logits, marks=full)], ids=["prefill", "decode"]
 )
 @SECOND
 def test_the_reference_gives_the_golden_logits(family, variant, steps):

@@ -144,10 +144,7 @@ def test_another_rope_setting_is_refused_by_name(name):
     "changes, message",
     [
         (dict(quant_method="aqlm"), "quantization_config.quant_method='aqlm' is not implemented"),
-        (
-            dict(weight_block_size=None),
-            "weight_block_size=None is not implemented",
-        ),
+        (dict(weight_block_size=None), "weight_block_size=None is not implemented"),
         (dict(weight_block_size=[64, 128]), "quantization_config.weight_block_size=.*not impl"),
         (dict(activation_scheme="static"), "quantization_config.activation_scheme='static'"),
         (dict(something=1), "quantization_config.something=1 is not implemented"),

@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from common.sampling import (
-    BLOCK,
-    INVALID,
-    Sampling,
-    _descend,
-    kept_mass,
-    sample,
-    sampling_params,
-)
+from common.sampling import BLOCK, INVALID, Sampling, _descend, kept_mass, sample, sampling_params
 
 AXES = ("expert", "tensor")
 ONE = (1, 1, 1)  # data, expert, tensor

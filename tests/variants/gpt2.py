@@ -48,8 +48,6 @@ VARIANTS = {
     "prefixed": Variant(1, gpt2(42, 7, 113, 3, 78, layer_norm_epsilon=3e-3)),
     "hub": Variant(2, gpt2(36, 9, 131, 2, 77), rewrite=gpt2_as_on_the_hub),
     "wide_mlp": Variant(
-        3,
-        gpt2(55, 5, 97, 2, 90, n_inner=46, reorder_and_upcast_attn=True),
-        dtype=torch.bfloat16,
+        3, gpt2(55, 5, 97, 2, 90, n_inner=46, reorder_and_upcast_attn=True), dtype=torch.bfloat16
     ),
 }

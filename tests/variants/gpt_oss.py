@@ -65,13 +65,7 @@ VARIANTS = {
     ),
     "mxfp4": Variant(
         8,
-        gpt_oss(
-            *(96, 10, 5, 64, 107, 2, 8, 3),
-            head_dim=8,
-            theta=100.0,
-            factor=16.0,
-            original=45,
-        ),
+        gpt_oss(*(96, 10, 5, 64, 107, 2, 8, 3), head_dim=8, theta=100.0, factor=16.0, original=45),
         dtype=torch.bfloat16,
         hub=True,
         mxfp4=True,

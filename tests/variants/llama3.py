@@ -59,9 +59,7 @@ VARIANTS = {
         hub=True,
     ),
     "tied": Variant(
-        2,
-        llama(48, 8, 2, 37, 113, 3, tie_word_embeddings=True, rms_norm_eps=1e-5),
-        hub=True,
+        2, llama(48, 8, 2, 37, 113, 3, tie_word_embeddings=True, rms_norm_eps=1e-5), hub=True
     ),
     "wide_heads": Variant(
         3,
@@ -78,14 +76,7 @@ VARIANTS = {
     "bf16_sharded": Variant(
         5,
         llama(
-            40,
-            10,
-            5,
-            58,
-            107,
-            2,
-            head_dim=8,
-            rope_parameters=llama3_rope(64.0, 4.0, 1.0, 6.0, 60),
+            40, 10, 5, 58, 107, 2, head_dim=8, rope_parameters=llama3_rope(64.0, 4.0, 1.0, 6.0, 60)
         ),
         dtype=torch.bfloat16,
         shard="20KB",

@@ -96,11 +96,7 @@ VARIANTS = {
             norm_topk_prob=True,
             mlp_only_layers=[1],
             rope_parameters=yarn_rope(
-                *(30.0, 3.0, 50),
-                beta_fast=6.7,
-                beta_slow=0.8,
-                attention_factor=1.3,
-                truncate=False,
+                *(30.0, 3.0, 50), beta_fast=6.7, beta_slow=0.8, attention_factor=1.3, truncate=False
             ),
         ),
         shard="60KB",
