@@ -34,6 +34,13 @@ class Variant(NamedTuple):
     mtp: bool = False  # has an MTP layer, which drafts tokens
 
 
+def sized(names: str, sizes: tuple[int, ...], deviation: float = 0.25) -> dict[str, Any]:
+    """Returns settings of a config: the three sizes that each has, and those with these names."""
+    names = f"hidden_size num_attention_heads num_key_value_heads {names}"
+    settings = dict(zip(names.split(), sizes, strict=True))
+    return settings | dict(initializer_range=deviation, max_position_embeddings=512)
+
+
 def projections(name: str) -> bool:
     return name.endswith("_proj.weight")
 
@@ -44,14 +51,9 @@ def compressed(format: str, ignore: list[str], bits: int, group: int | None, **m
     weights |= dict(group_size=group, symmetric=True, actorder=None, block_structure=None)
     weights |= dict(dynamic=False, observer="minmax", observer_kwargs={}) | more
     scheme = dict(input_activations=None, output_activations=None, targets=["Linear"])
-    return dict(
-        config_groups={"group_0": scheme | dict(weights=weights)},
-        format=format,
-        ignore=ignore,
-        kv_cache_scheme=None,
-        quant_method="compressed-tensors",
-        quantization_status="compressed",
-    )
+    groups = dict(config_groups={"group_0": scheme | dict(weights=weights)})
+    status = dict(quant_method="compressed-tensors", quantization_status="compressed")
+    return groups | dict(format=format, ignore=ignore, kv_cache_scheme=None) | status
 
 
 def gptq(bits: int, group: int, **more: Any) -> dict[str, Any]:
@@ -65,11 +67,20 @@ def awq(group: int) -> dict[str, Any]:
     return settings | dict(quant_method="awq", version="gemm")
 
 
-def yarn_rope(theta: float, factor: float, original: int, **more: Any) -> dict[str, Any]:
-    return dict(
-        rope_type="yarn",
-        rope_theta=theta,
-        factor=factor,
-        original_max_position_embeddings=original,
-        **more,
-    )
+def plain_rope(theta: float) -> dict[str, Any]:
+    return dict(rope_type="default", rope_theta=theta)
+
+
+def yarn_rope(
+    theta: float, factor: float, original: int, fast: float, slow: float, **more: Any
+) -> dict[str, Any]:
+    rope = dict(rope_type="yarn", rope_theta=theta, factor=factor, beta_fast=fast, beta_slow=slow)
+    return rope | dict(original_max_position_embeddings=original) | more
+
+
+def llama3_rope(
+    theta: float, factor: float, low: float, high: float, original: int
+) -> dict[str, Any]:
+    rope = dict(rope_type="llama3", rope_theta=theta, factor=factor)
+    rope |= dict(low_freq_factor=low, high_freq_factor=high)
+    return rope | dict(original_max_position_embeddings=original)

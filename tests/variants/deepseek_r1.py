@@ -8,49 +8,26 @@ from typing import Any
 import torch
 import transformers
 
-from variants import Variant, yarn_rope
+from variants import Variant, plain_rope, sized, yarn_rope
 
 
 def deepseek(
-    hidden: int,
-    heads: int,
-    ranks: tuple[int | None, int],
-    widths: tuple[int, int, int],
-    ffn: tuple[int, int],
-    experts: tuple[int, int, int],
-    vocab: int,
-    layers: int,
-    *,
-    kind: Any = transformers.DeepseekV3Config,
-    deviation: float = 0.25,
-    **more: Any,
+    *sizes: Any, kind: Any = transformers.DeepseekV3Config, deviation: float = 0.25, **more: Any
 ) -> Any:
-    """Returns a config. `ranks`: of the queries, of the latents. `widths` of a head: unrotated,
-    rotated, values. `ffn`: dense, expert. `experts`: all, chosen per token, shared."""
-    q_rank, kv_rank = ranks
-    nope, rope, v = widths
-    routed, chosen, shared = experts
-    return kind(
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        q_lora_rank=q_rank,
-        kv_lora_rank=kv_rank,
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        v_head_dim=v,
-        intermediate_size=ffn[0],
-        moe_intermediate_size=ffn[1],
-        n_routed_experts=routed,
-        num_experts_per_tok=chosen,
-        n_shared_experts=shared,
-        vocab_size=vocab,
-        num_hidden_layers=layers,
-        first_k_dense_replace=1,
-        initializer_range=deviation,
-        max_position_embeddings=512,
-        **more,
-    )
+    """Returns a config. Among the sizes, `ranks`: of the queries, of the latents. `widths` of a
+    head: unrotated, rotated, values. `ffn`: dense, expert. `experts`: all, chosen per token,
+    shared."""
+    hidden, heads, ranks, widths, ffn, experts, vocab, layers = sizes
+    names = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
+    names += "intermediate_size moe_intermediate_size n_routed_experts num_experts_per_tok "
+    names += "n_shared_experts vocab_size num_hidden_layers first_k_dense_replace"
+    flat = (hidden, heads, heads, *ranks, *widths, *ffn, *experts, vocab, layers, 1)
+    return kind(**sized(names, flat, deviation), **more)
+
+
+def routing(groups: int, kept: int, normalised: bool, factor: float) -> dict[str, Any]:
+    shared = dict(n_group=groups, topk_group=kept)
+    return shared | dict(norm_topk_prob=normalised, routed_scaling_factor=factor)
 
 
 def as_on_the_hub(directory: Path) -> None:
@@ -76,14 +53,9 @@ VARIANTS = {
         1,
         deepseek(
             *(46, 9, (26, 20), (10, 12, 14), (34, 18), (24, 3, 1), 131, 3),
-            n_group=4,
-            topk_group=2,
-            norm_topk_prob=True,
-            routed_scaling_factor=0.6,
+            **routing(4, 2, True, 0.6),
             rms_norm_eps=1e-3,
-            rope_parameters=yarn_rope(
-                *(20.0, 4.0, 24), beta_fast=3.0, beta_slow=0.5, mscale=0.8, mscale_all_dim=0.5
-            ),
+            rope_parameters=yarn_rope(20.0, 4.0, 24, 3.0, 0.5, mscale=0.8, mscale_all_dim=0.5),
         ),
         shard="200KB",
     ),
@@ -93,13 +65,10 @@ VARIANTS = {
         2,
         deepseek(
             *(38, 10, (None, 22), (8, 6, 16), (44, 14), (10, 4, 2), 97, 2),
-            n_group=1,
-            topk_group=1,
-            norm_topk_prob=False,
-            routed_scaling_factor=1.5,
+            **routing(1, 1, False, 1.5),
             rms_norm_eps=1e-4,
             tie_word_embeddings=True,
-            rope_parameters=dict(rope_type="default", rope_theta=300.0),
+            rope_parameters=plain_rope(300.0),
         ),
         dtype=torch.bfloat16,
         hub=True,
@@ -115,9 +84,7 @@ VARIANTS = {
             topk_method="group_limited_greedy",
             routed_scaling_factor=1.6,
             rms_norm_eps=1e-5,
-            rope_parameters=yarn_rope(
-                *(50.0, 8.0, 16), beta_fast=4.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707
-            ),
+            rope_parameters=yarn_rope(50.0, 8.0, 16, 4.0, 1.0, mscale=0.707, mscale_all_dim=0.707),
         ),
         hub=True,
         rewrite=as_on_the_hub,
@@ -129,7 +96,7 @@ VARIANTS = {
             kind=transformers.DeepseekV2Config,
             topk_method="greedy",
             rms_norm_eps=1e-6,
-            rope_parameters=dict(rope_type="default", rope_theta=900.0),
+            rope_parameters=plain_rope(900.0),
         ),
         dtype=torch.bfloat16,
     ),
@@ -139,14 +106,9 @@ VARIANTS = {
         deepseek(
             *(136, 16, (140, 100), (32, 16, 32), (164, 144), (4, 2, 1), 83, 2),
             deviation=0.12,
-            n_group=2,
-            topk_group=1,
-            norm_topk_prob=True,
-            routed_scaling_factor=0.7,
+            **routing(2, 1, True, 0.7),
             rms_norm_eps=1e-5,
-            rope_parameters=yarn_rope(
-                *(60.0, 2.0, 30), beta_fast=2.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
-            ),
+            rope_parameters=yarn_rope(60.0, 2.0, 30, 2.0, 1.0, mscale=1.0, mscale_all_dim=1.0),
         ),
         dtype=torch.bfloat16,
         hub=True,

@@ -5,32 +5,20 @@ from typing import Any
 import torch
 import transformers
 
-from variants import Variant
+from variants import Variant, sized, yarn_rope
 
 
-def gpt_oss(
-    *sizes: int, head_dim: int, theta: float, factor: float, original: int, **options: Any
-) -> Any:
-    names = "hidden_size num_attention_heads num_key_value_heads intermediate_size vocab_size "
-    names += "num_hidden_layers num_local_experts num_experts_per_tok"
+def gpt_oss(*sizes: int, yarn: tuple[float, float, int], **options: Any) -> Any:
+    """Returns a config. `yarn`: the base, the factor and the original length."""
+    names = "intermediate_size vocab_size num_hidden_layers num_local_experts "
+    names += "num_experts_per_tok head_dim"
     return transformers.GptOssConfig(
-        **dict(zip(names.split(), sizes, strict=True)),
-        head_dim=head_dim,
+        **sized(names, sizes),
         sliding_window=8,
         swiglu_limit=1.5,  # a third of the numbers exceed it
-        initializer_range=0.25,
-        max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=None,
-        rope_parameters=dict(
-            rope_type="yarn",
-            rope_theta=theta,
-            factor=factor,
-            beta_fast=4.0,
-            beta_slow=1.0,
-            truncate=False,
-            original_max_position_embeddings=original,
-        ),
+        rope_parameters=yarn_rope(*yarn, 4.0, 1.0, truncate=False),
         **options,
     )
 
@@ -40,32 +28,18 @@ def gpt_oss(
 VARIANTS = {
     "plain": Variant(
         6,
-        gpt_oss(
-            *(50, 9, 3, 46, 131, 2, 6, 3),
-            head_dim=6,
-            theta=50.0,
-            factor=8.0,
-            original=32,
-            rms_norm_eps=3e-3,
-        ),
+        gpt_oss(50, 9, 3, 46, 131, 2, 6, 3, 6, yarn=(50.0, 8.0, 32), rms_norm_eps=3e-3),
         hub=True,
     ),
     "tied_bf16": Variant(
         7,
-        gpt_oss(
-            *(44, 10, 1, 30, 97, 3, 6, 2),
-            head_dim=14,
-            theta=200.0,
-            factor=4.0,
-            original=48,
-            tie_word_embeddings=True,
-        ),
+        gpt_oss(44, 10, 1, 30, 97, 3, 6, 2, 14, yarn=(200.0, 4.0, 48), tie_word_embeddings=True),
         dtype=torch.bfloat16,
         shard="40KB",
     ),
     "mxfp4": Variant(
         8,
-        gpt_oss(*(96, 10, 5, 64, 107, 2, 8, 3), head_dim=8, theta=100.0, factor=16.0, original=45),
+        gpt_oss(96, 10, 5, 64, 107, 2, 8, 3, 8, yarn=(100.0, 16.0, 45)),
         dtype=torch.bfloat16,
         hub=True,
         mxfp4=True,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from variants import Packing, Variant, compressed, projections, yarn_rope
-from variants.deepseek_r1 import as_on_the_hub, deepseek
+from variants import Packing, Variant, compressed, plain_rope, projections, yarn_rope
+from variants.deepseek_r1 import as_on_the_hub, deepseek, routing
 
 
 def as_kimi(directory: Path) -> None:
@@ -17,65 +17,43 @@ def as_kimi(directory: Path) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
-THINKING = [
-    "lm_head",
-    "re:.*self_attn.*",
-    "re:.*shared_experts.*",
-    "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-]
+PUBLISHED = dict(hub=True, rewrite=as_on_the_hub, finish=as_kimi)
+THINKING = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]
+THINKING += ["re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
 VARIANTS = {
     # YaRN's ramp is one pair wide, as in the published files.
     "yarn": Variant(
         11,
         deepseek(
             *(46, 10, (26, 20), (10, 12, 14), (34, 18), (24, 3, 1), 131, 3),
-            n_group=1,
-            topk_group=1,
-            norm_topk_prob=True,
-            routed_scaling_factor=0.7,
+            **routing(1, 1, True, 0.7),
             rms_norm_eps=1e-3,
-            rope_parameters=yarn_rope(
-                *(20.0, 4.0, 24), beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
-            ),
+            rope_parameters=yarn_rope(20.0, 4.0, 24, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0),
         ),
-        hub=True,
-        rewrite=as_on_the_hub,
-        finish=as_kimi,
+        **PUBLISHED,
     ),
     "plain": Variant(
         12,
         deepseek(
             *(38, 9, (14, 22), (8, 6, 16), (44, 14), (12, 4, 2), 97, 2),
-            n_group=1,
-            topk_group=1,
-            norm_topk_prob=False,
-            routed_scaling_factor=1.5,
+            **routing(1, 1, False, 1.5),
             rms_norm_eps=1e-4,
-            rope_parameters=dict(rope_type="default", rope_theta=300.0),
+            rope_parameters=plain_rope(300.0),
         ),
         dtype=torch.bfloat16,
-        hub=True,
-        rewrite=as_on_the_hub,
-        finish=as_kimi,
+        **PUBLISHED,
     ),
     "fp8": Variant(
         13,
         deepseek(
             *(136, 16, (140, 100), (32, 16, 32), (164, 144), (6, 2, 1), 83, 2),
             deviation=0.12,
-            n_group=1,
-            topk_group=1,
-            norm_topk_prob=True,
-            routed_scaling_factor=0.8,
+            **routing(1, 1, True, 0.8),
             rms_norm_eps=1e-5,
-            rope_parameters=yarn_rope(
-                *(60.0, 2.0, 30), beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
-            ),
+            rope_parameters=yarn_rope(60.0, 2.0, 30, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0),
         ),
         dtype=torch.bfloat16,
-        hub=True,
-        rewrite=as_on_the_hub,
-        finish=as_kimi,
+        **PUBLISHED,
         fp8_scales=torch.float32,
     ),
     # As Kimi-K2-Thinking is published: only the routed experts are quantised.
@@ -83,17 +61,12 @@ VARIANTS = {
         21,
         deepseek(
             *(64, 6, (26, 20), (10, 12, 14), (34, 96), (6, 2, 1), 109, 2),
-            n_group=1,
-            topk_group=1,
-            norm_topk_prob=True,
-            routed_scaling_factor=0.7,
+            **routing(1, 1, True, 0.7),
             rms_norm_eps=1e-3,
-            rope_parameters=dict(rope_type="default", rope_theta=300.0),
+            rope_parameters=plain_rope(300.0),
         ),
         dtype=torch.bfloat16,
-        hub=True,
-        rewrite=as_on_the_hub,
-        finish=as_kimi,
+        **PUBLISHED,
         packing=Packing(
             compressed("pack-quantized", THINKING, 4, 32),
             lambda name: projections(name) and ".experts." in name,

@@ -5,36 +5,12 @@ from typing import Any
 import torch
 import transformers
 
-from variants import Packing, Variant, compressed, gptq, projections
+from variants import Packing, Variant, compressed, gptq, llama3_rope, plain_rope, projections, sized
 
 
-def llama(
-    hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, layers: int, **options: Any
-) -> Any:
-    return transformers.LlamaConfig(
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=ffn,
-        vocab_size=vocab,
-        num_hidden_layers=layers,
-        initializer_range=0.25,
-        max_position_embeddings=512,
-        **options,
-    )
-
-
-def llama3_rope(
-    theta: float, factor: float, low: float, high: float, original: int
-) -> dict[str, Any]:
-    return dict(
-        rope_type="llama3",
-        rope_theta=theta,
-        factor=factor,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position_embeddings=original,
-    )
+def llama(*sizes: int, **options: Any) -> Any:
+    settings = sized("intermediate_size vocab_size num_hidden_layers", sizes)
+    return transformers.LlamaConfig(**settings, **options)
 
 
 def in_w8a16(name: str) -> bool:
@@ -47,14 +23,8 @@ VARIANTS = {
     "scaled": Variant(
         1,
         llama(
-            54,
-            9,
-            3,
-            46,
-            131,
-            2,
-            rms_norm_eps=3e-3,
-            rope_parameters=llama3_rope(50.0, 8.0, 1.0, 4.0, 32),
+            *(54, 9, 3, 46, 131, 2),
+            **dict(rms_norm_eps=3e-3, rope_parameters=llama3_rope(50.0, 8.0, 1.0, 4.0, 32)),
         ),
         hub=True,
     ),
@@ -65,9 +35,7 @@ VARIANTS = {
         3,
         llama(
             *(30, 10, 1, 44, 97, 2),
-            head_dim=14,
-            rms_norm_eps=1e-2,
-            rope_parameters=dict(rope_type="default", rope_theta=700.0),
+            **dict(head_dim=14, rms_norm_eps=1e-2, rope_parameters=plain_rope(700.0)),
         ),
     ),
     # Heads of a width that the GPU kernel supports.

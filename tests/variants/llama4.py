@@ -10,44 +10,28 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from variants import Packing, Variant, compressed
+from variants import Packing, Variant, compressed, llama3_rope, plain_rope, sized
 
 
 def llama4(
     *sizes: int, moe: tuple[int, int], widths: tuple[int, int], deviation: float, **options: Any
 ) -> Any:
-    names = "hidden_size num_attention_heads num_key_value_heads head_dim vocab_size "
-    names += "num_hidden_layers"
-    options = dict(rope_parameters=dict(rope_type="default", rope_theta=40.0)) | options
-    return transformers.Llama4TextConfig(
-        **dict(zip(names.split(), sizes, strict=True)),
-        num_local_experts=moe[0],
-        num_experts_per_tok=moe[1],
-        intermediate_size=widths[0],
-        intermediate_size_mlp=widths[1],
-        initializer_range=deviation,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=None,
-        **options,
-    )
+    """Returns a config. `moe`: experts, and those chosen per token. `widths`: of an expert, and of
+    a dense layer."""
+    names = "head_dim vocab_size num_hidden_layers num_local_experts num_experts_per_tok "
+    names += "intermediate_size intermediate_size_mlp"
+    settings = sized(names, (*sizes, *moe, *widths), deviation)
+    settings |= dict(bos_token_id=None, eos_token_id=None, rope_parameters=plain_rope(40.0))
+    return transformers.Llama4TextConfig(**settings | options)
 
 
 def beside_images(directory: Path) -> None:
     """Converts the files to those of a model with a vision tower, with config.json as published."""
     file, text = directory / "config.json", load_file(directory / "model.safetensors")
     config = json.loads(file.read_text())
-    vision = dict(
-        hidden_size=8,
-        intermediate_size=32,
-        num_attention_heads=2,
-        num_hidden_layers=1,
-        image_size=16,
-        patch_size=8,
-        vision_output_dim=8,
-        projector_input_dim=8,
-        projector_output_dim=8,
-    )
+    vision = dict(hidden_size=8, intermediate_size=32, num_attention_heads=2, num_hidden_layers=1)
+    vision |= dict(image_size=16, patch_size=8, vision_output_dim=8)
+    vision |= dict(projector_input_dim=8, projector_output_dim=8)
     whole = transformers.Llama4Config(text_config=copy.deepcopy(config), vision_config=vision)
     both, dtype = transformers.Llama4ForConditionalGeneration(whole), config.pop("torch_dtype")
     both.to(getattr(torch, dtype)).save_pretrained(directory)
@@ -77,26 +61,21 @@ def without(*keys: str) -> Any:
     return rewrite
 
 
+def but_attention(name: str) -> bool:
+    return name.removesuffix(".weight").endswith("_proj") and "self_attn" not in name
+
+
+SCOUT = dict(deviation=0.18, attention_chunk_size=12, floor_scale=9, attn_scale=0.4)
+MAVERICK = dict(deviation=0.18, attention_chunk_size=16, floor_scale=20, attn_scale=0.3)
+MAVERICK |= dict(widths=(30, 46), use_qk_norm=False, rms_norm_eps=1e-4)
 VARIANTS = {
     "scout": Variant(
         14,
         llama4(
             *(50, 9, 3, 6, 131, 4),
-            moe=(6, 1),
-            widths=(34, 58),
-            deviation=0.18,
-            attention_chunk_size=12,
-            floor_scale=9,
-            attn_scale=0.4,
+            **dict(moe=(6, 1), widths=(34, 58), **SCOUT),
             rms_norm_eps=3e-3,
-            rope_parameters=dict(
-                rope_type="llama3",
-                rope_theta=40.0,
-                factor=4.0,
-                low_freq_factor=1.0,
-                high_freq_factor=1.0,
-                original_max_position_embeddings=32,
-            ),
+            rope_parameters=llama3_rope(40.0, 4.0, 1.0, 1.0, 32),
         ),
         hub=True,
         rewrite=without("layer_types", "moe_layers", "no_rope_layers"),
@@ -106,16 +85,7 @@ VARIANTS = {
         15,
         llama4(
             *(44, 10, 5, 8, 97, 4),
-            moe=(8, 2),
-            widths=(30, 46),
-            deviation=0.18,
-            use_qk_norm=False,
-            moe_layers=[1, 3],
-            no_rope_layers=[1, 0, 1, 0],
-            attention_chunk_size=16,
-            floor_scale=20,
-            attn_scale=0.3,
-            rms_norm_eps=1e-4,
+            **dict(moe=(8, 2), moe_layers=[1, 3], no_rope_layers=[1, 0, 1, 0], **MAVERICK),
         ),
         dtype=torch.bfloat16,
         hub=True,
@@ -126,9 +96,7 @@ VARIANTS = {
         16,
         llama4(
             *(38, 11, 1, 14, 107, 3),
-            moe=(6, 1),
-            widths=(26, 42),
-            deviation=0.25,
+            **dict(moe=(6, 1), widths=(26, 42), deviation=0.25),
             interleave_moe_layer_step=2,
             no_rope_layer_interval=3,
             attention_chunk_size=10,
@@ -143,17 +111,7 @@ VARIANTS = {
     # As Maverick is published in fp8: experts one by one.
     "packed_maverick": Variant(
         21,
-        llama4(
-            *(44, 10, 5, 8, 97, 2),
-            moe=(4, 2),
-            widths=(30, 46),
-            deviation=0.18,
-            use_qk_norm=False,
-            attention_chunk_size=16,
-            floor_scale=20,
-            attn_scale=0.3,
-            rms_norm_eps=1e-4,
-        ),
+        llama4(44, 10, 5, 8, 97, 2, moe=(4, 2), **MAVERICK),
         dtype=torch.bfloat16,
         packing=Packing(
             compressed(
@@ -162,26 +120,17 @@ VARIANTS = {
                 *(8, None),
                 type="float",
             ),
-            lambda name: name.removesuffix(".weight").endswith("_proj") and "self_attn" not in name,
+            but_attention,
         ),
     ),
     # As Scout is published in w4a16: gate and up have scales and shapes of their own.
     "packed_scout": Variant(
         22,
-        llama4(
-            *(48, 6, 2, 8, 89, 2),
-            moe=(4, 1),
-            widths=(32, 56),
-            deviation=0.18,
-            attention_chunk_size=12,
-            floor_scale=9,
-            attn_scale=0.4,
-            rms_norm_eps=1e-4,
-        ),
+        llama4(48, 6, 2, 8, 89, 2, moe=(4, 1), widths=(32, 56), **SCOUT, rms_norm_eps=1e-4),
         dtype=torch.bfloat16,
         packing=Packing(
             compressed("pack-quantized", ["lm_head", "re:.*self_attn", "re:.*router"], 4, 8),
-            lambda name: name.removesuffix(".weight").endswith("_proj") and "self_attn" not in name,
+            but_attention,
         ),
     ),
 }
