@@ -106,13 +106,10 @@ def write_fp8(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     file = directory / "config.json"
     config = json.loads(file.read_text())
     kept = (n.removesuffix(".weight") for n in tensors if not n.endswith((*PROJECTIONS, "_inv")))
-    config["quantization_config"] = dict(
-        activation_scheme="dynamic",
-        fmt="e4m3",
-        quant_method="fp8",
-        weight_block_size=[128, 128],
-        modules_to_not_convert=sorted(["lm_head", *(n for n in kept if n.startswith("model.l"))]),
-    )
+    plain = sorted(["lm_head", *(n for n in kept if n.startswith("model.l"))])
+    settings = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8")
+    settings |= dict(weight_block_size=[128, 128], modules_to_not_convert=plain)
+    config["quantization_config"] = settings
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -128,15 +125,8 @@ def store_in_mxfp4(directory: Path, seed: int) -> None:
             tensors[f"{name}_{part}"] = codes.to(torch.uint8)
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-    }
+    plain = "model.layers.*.self_attn model.layers.*.mlp.router model.embed_tokens lm_head".split()
+    config["quantization_config"] = dict(quant_method="mxfp4", modules_to_not_convert=plain)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -238,16 +228,10 @@ def write(directory: Path, variant: Variant) -> None:
         store_in_mxfp4(directory, variant.seed)
 
     # The goldens come from the files as they are now, in float32 whatever their dtype.
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        **(
-            {"experts_implementation": "eager"}
-            if hasattr(variant.config, "num_experts_per_tok")
-            else {}
-        ),
-    )
+    options = dict(dtype=torch.float32, attn_implementation="eager")
+    if hasattr(variant.config, "num_experts_per_tok"):
+        options["experts_implementation"] = "eager"
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
     mtp = read_mtp(directory, model) if variant.mtp else None
     rng = np.random.default_rng(variant.seed)
     golden = {}

@@ -9,16 +9,8 @@ from datetime import datetime
 from pathlib import Path
 
 import transformers
-from tokenizers import (
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors, trainers
+from tokenizers import pre_tokenizers as pre
 from transformers.utils import chat_template_utils
 
 OUT = Path(__file__).parent / "fixtures" / "tokenizer"
@@ -139,21 +131,18 @@ CONVERSATIONS = [
         {"role": "user", "content": "再见"},
     ],
 ]
+CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "é<", "a": 1}}}
 TOOL = {"type": "function", "function": {"name": "f", "description": "naïve <tag> 'x'"}}
 
 
 def train(
-    pre_tokenizer: pre_tokenizers.PreTokenizer, special: list[str], size: int, alphabet: list[str]
+    pre_tokenizer: pre.PreTokenizer, special: list[str], size: int, alphabet: list[str]
 ) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.train_from_iterator(
-        CORPUS,
-        trainers.BpeTrainer(
-            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        ),
-    )
+    options = dict(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=size, **options))
     return tokenizer
 
 
@@ -164,48 +153,21 @@ def make_llama3(folder: Path) -> None:
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    tokenizer = train(
-        pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(split, "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        ),
-        [],
-        330,
-        pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.add_special_tokens(
-        [
-            "<|begin_of_text|>",
-            "<|end_of_text|>",
-            "<|start_header_id|>",
-            "<|end_header_id|>",
-            "<|eot_id|>",
-        ]
-    )
-    bos, end, eot = (
-        tokenizer.token_to_id(f"<|{t}|>") for t in ("begin_of_text", "end_of_text", "eot_id")
-    )
+    bytes_of_words = pre.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = pre.Sequence([pre.Split(split, "isolated"), bytes_of_words])
+    tokenizer = train(words, [], 330, pre.ByteLevel.alphabet())
+    names = "begin_of_text end_of_text start_header_id end_header_id eot_id".split()
+    tokenizer.add_special_tokens([f"<|{name}|>" for name in names])
+    bos, end, *_, eot = (tokenizer.token_to_id(f"<|{name}|>") for name in names)
+    begin = "<|begin_of_text|>"
+    first = processors.TemplateProcessing(f"{begin} $A", None, [(begin, bos)])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(
-                "<|begin_of_text|> $A", None, [("<|begin_of_text|>", bos)]
-            ),
-        ]
+        [processors.ByteLevel(trim_offsets=False), first]
     )
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    write(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<|begin_of_text|>",
-            "eos_token": "<|eot_id|>",
-            "chat_template": TEMPLATES["llama"],
-        },
-    )
+    config = dict(bos_token=begin, eos_token="<|eot_id|>", chat_template=TEMPLATES["llama"])
+    write(folder / "tokenizer_config.json", CLASS | config)
     write(folder / "config.json", {"bos_token_id": bos, "eos_token_id": end})
     write(folder / "generation_config.json", {"eos_token_id": [end, eot]})
 
@@ -214,61 +176,33 @@ def make_llama2(folder: Path) -> None:
     """Writes a Sentencepiece-like BPE tokenizer with byte fallback. Its special tokens are stored
     as objects."""
     special = ["<unk>", "<s>", "</s>"]
-    trained = json.loads(train(pre_tokenizers.Metaspace(), special, 160, []).to_str())["model"]
+    trained = json.loads(train(pre.Metaspace(), special, 160, []).to_str())["model"]
     tokens = special + [f"<0x{byte:02X}>" for byte in range(256)]
     # The rare characters are left to byte fallback.
     known = {t for t in trained["vocab"] if all(ord(c) < 256 or c in "▁你好" for c in t)}
     tokens += [t for t in sorted(known, key=trained["vocab"].__getitem__) if t not in special]
     merges = [tuple(pair) for pair in trained["merges"] if "".join(pair) in known]
-    tokenizer = Tokenizer(
-        models.BPE(
-            {token: i for i, token in enumerate(tokens)},
-            merges,
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    ids = {token: i for i, token in enumerate(tokens)}
+    options = dict(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(models.BPE(ids, merges, **options))
     tokenizer.add_special_tokens(special)
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    spaces, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    added = {
-        "__type": "AddedToken",
-        "lstrip": False,
-        "normalized": False,
-        "rstrip": False,
-        "single_word": False,
-        "special": True,
-    }
-    write(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": {**added, "content": "<s>"},
-            "eos_token": {**added, "content": "</s>"},
-        },
-    )
+    added = dict(__type="AddedToken", lstrip=False, normalized=False, rstrip=False)
+    added |= dict(single_word=False, special=True)
+    names = {"bos_token": {**added, "content": "<s>"}, "eos_token": {**added, "content": "</s>"}}
+    write(folder / "tokenizer_config.json", CLASS | names)
 
 
 def make_gpt2(folder: Path) -> None:
     """Writes GPT-2's two files. As published, only config.json names the end of text."""
-    tokenizer = train(
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        [],
-        320,
-        pre_tokenizers.ByteLevel.alphabet(),
-    )
+    words = pre.ByteLevel(add_prefix_space=False)
+    tokenizer = train(words, [], 320, pre.ByteLevel.alphabet())
     model = json.loads(tokenizer.to_str())["model"]
     end = len(model["vocab"])
     write(folder / "vocab.json", {**model["vocab"], "<|endoftext|>": end})
@@ -304,28 +238,14 @@ def golden_chats() -> dict:
         ("json", CONVERSATIONS[0], False, {"enable_thinking": False}),
         ("controls", CONVERSATIONS[0], False, {"tools": [TOOL], "documents": []}),
     ]
-    cases = [
-        {
-            "template": name,
-            "messages": messages,
-            "add_generation_prompt": prompt,
-            "variables": variables,
-            "expected": tokenizer.apply_chat_template(
-                messages,
-                chat_template=TEMPLATES[name],
-                tokenize=False,
-                add_generation_prompt=prompt,
-                **variables,
-            ),
-        }
-        for name, messages, prompt, variables in asked
-    ]
-    return {
-        "today": TODAY.isoformat(),
-        "special_tokens": special,
-        "templates": TEMPLATES,
-        "cases": cases,
-    }
+    cases = []
+    for name, messages, prompt, variables in asked:
+        case = dict(template=name, messages=messages, add_generation_prompt=prompt)
+        options = dict(chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=prompt)
+        expected = tokenizer.apply_chat_template(messages, **options, **variables)
+        cases.append(case | dict(variables=variables, expected=expected))
+    known = dict(today=TODAY.isoformat(), special_tokens=special, templates=TEMPLATES)
+    return known | dict(cases=cases)
 
 
 def golden_ids() -> dict:
@@ -334,16 +254,12 @@ def golden_ids() -> dict:
     golden = {}
     for name, kind in classes.items():
         tokenizer = kind.from_pretrained(OUT / name)
-        encoded = [tokenizer(text)["input_ids"] for text in TEXTS]
-        golden[name] = [
-            {
-                "text": text,
-                "ids": ids,
-                "decoded": tokenizer.decode(ids, skip_special_tokens=True),
-                "kept": tokenizer.decode(ids, skip_special_tokens=False),
-            }
-            for text, ids in zip(TEXTS, encoded, strict=True)
-        ]
+        golden[name] = []
+        for text in TEXTS:
+            ids = tokenizer(text)["input_ids"]
+            decoded = tokenizer.decode(ids, skip_special_tokens=True)
+            kept = tokenizer.decode(ids, skip_special_tokens=False)
+            golden[name].append(dict(text=text, ids=ids, decoded=decoded, kept=kept))
     chat = fast.from_pretrained(OUT / "llama3").apply_chat_template(
         CONVERSATIONS[2], add_generation_prompt=True, return_dict=False, date_string="1 Jan 2000"
     )
