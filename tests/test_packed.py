@@ -240,18 +240,11 @@ def test_the_published_settings_of_k2_thinking_are_read():
     group = dict(input_activations=None, output_activations=None, targets=["Linear"])
     ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]
     ignore += [r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
-    published = dict(
-        config_groups=dict(group_0=group | dict(weights=weights | dict(type="int"))),
-        format="pack-quantized",
-        ignore=ignore,
-        kv_cache_scheme=None,
-        quant_method="compressed-tensors",
-        quantization_status="compressed",
-    )
-    hf = published_sizes(model_of("kimi_k2"))["kimi-k2-instruct"] | dict(
-        quantization_config=published
-    )
-    config = model_of("kimi_k2").config_from_hf(hf)
+    published = dict(format="pack-quantized", ignore=ignore, kv_cache_scheme=None)
+    published |= dict(config_groups=dict(group_0=group | dict(weights=weights | dict(type="int"))))
+    published |= dict(quant_method="compressed-tensors", quantization_status="compressed")
+    hf = published_sizes(model_of("kimi_k2"))["kimi-k2-instruct"]
+    config = model_of("kimi_k2").config_from_hf(hf | dict(quantization_config=published))
     layout = by_path(declare(model_of("kimi_k2"), config, Shards(expert=64))[0])
     forms = {path: w.published for path, w in layout.items() if w.published is not None}
     assert {path.split(".", 2)[2] for path in forms} == {

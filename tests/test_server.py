@@ -50,13 +50,8 @@ class Server:
         argv = ["--serve", "127.0.0.1:0", "--dtype", "float32", "--max-len", "512", *options]
         start = "from common.command.cli import main\nfrom llama3 import model\n"
         code = f"{start}{code}\nmain(model, {argv!r})"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=ENVIRONMENT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        options = dict(cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen([sys.executable, "-c", code], **options)
         told = self.process.stderr.readline()
         while "serving" not in told:
             assert told, "the server did not start"
@@ -492,10 +487,9 @@ def test_a_wrong_message_gets_one_sentence(server, messages, told):
 @pytest.mark.parametrize("kind", FIELDS)
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_is_not_supported_is_refused_by_name_unless_it_asks_for_nothing(server, kind, name):
-    path = "/v1/completions" if kind == "text" else "/v1/chat/completions"
-    given = (
-        dict(prompt=PROMPT) if kind == "text" else dict(messages=[dict(role="user", content="a")])
-    )
+    path, given = "/v1/chat/completions", dict(messages=[dict(role="user", content="a")])
+    if kind == "text":
+        path, given = "/v1/completions", dict(prompt=PROMPT)
     status, answer = server.post(path, **given, max_tokens=1, **{name: ["x"]})
     assert status == 400 and answer["error"]["message"] == f"{name} is not supported"
     assert answer["error"]["param"] == name
