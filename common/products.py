@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.typing import DTypeLike
 
@@ -22,8 +22,6 @@ from common.quant import (
     out_features,
     quantize_rows,
 )
-
-Array = jax.Array
 
 # If this CPU multiplies float32 faster, a product with this many rows of bfloat16 first writes its
 # matrix out in float32. With more rows, x in float32 would take too much memory.

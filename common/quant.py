@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from common.sharding import P
-
-Array = jax.Array
 
 FP8_BLOCK = 128  # rows and columns of a published fp8 matrix that share a scale
 MXFP4_GROUP = 32  # neighbours in a row that share a scale

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh
 
 from common.kernels.dispatch import AUTO, KERNEL_FREE
@@ -19,7 +20,6 @@ from common.sampling import Sampling, Scores, sample, scores
 from common.sharding import DATA, MODEL, P
 from common.weights import specs_like
 
-Array = jax.Array
 NO_TOKEN = -2  # stands after the tokens that a step produced, where drafts were wrong
 NO_DRAFT = -3  # stands in place of a draft that there is not, and then in place of NO_TOKEN
 

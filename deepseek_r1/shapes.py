@@ -102,8 +102,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "deepseek-r1": V3,
 }
 
-# A TPU slice that holds each size, the mesh on it, and whether weights are in int8. Caches are in
-# The cache stays in bfloat16: a TPU would copy int8 latents once a step.
+# A TPU slice that holds each size, the mesh on it, and whether weights are in int8. The cache
+# stays in bfloat16: a TPU would copy int8 latents once a step.
 SLICES = {
     "deepseek-v2-lite": Slice("v5e:2x4", "expert=8"),
     "deepseek-v2": Slice("v5e:4x8", "expert=32", quant="int8"),

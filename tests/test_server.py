@@ -439,7 +439,10 @@ BAD = [
     (dict(prompt="a", stop=[], max_tokens=0), "max_tokens must be at least 1"),
     (dict(prompt="a", colour="red"), "there is no field 'colour'"),
     (dict(prompt="a", stream_options=dict(include_obfuscation=True)), "include_usage alone"),
-    (dict(prompt="a", stream_options=dict(x=1)), "stream_options has include_usage alone"),
+    (
+        dict(prompt="a", stream_options=dict(x=1)),
+        "stream_options must be an object with",
+    ),
     (dict(prompt="a", stream_options=dict(include_usage=1)), "include_usage alone, true or false"),
     (dict(prompt=["a"] * 100, n=3), "a request may ask for 260 texts at most"),
     (dict(prompt=[]), "prompt must be a text, a list of texts, a list of ids, or a list of lists"),

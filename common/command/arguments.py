@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.quant import storage_named
 from common.serving.session import DRAFT_TOKENS
 
 EXAMPLES = """
@@ -21,22 +20,23 @@ examples:
   python -m {name}.main --ckpt DIR_OR_HUB_ID --quant int8 --dry-run v5e:4x4 v5e:8x8
 """
 MOST_DRAFTS = 32  # a step samples each of them by code of its own, which takes long to compile
-# Options that mean something with another one alone, and those that mean nothing with it.
+# An option of ONLY_WITH needs the option that leads its row; one of NOT_WITH does not go with it.
 ONLY_WITH = dict(
     serve=("api_key", "queue", "grace", "allow_origin"),
     dry_run=("layers", "prompt_tokens"),
     ckpt=("revision",),
     draft=("draft_tokens",),
 )
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 NOT_WITH = dict(
     chat=("json", "raw", "prompt", "prompts"),
     serve=(
         *("chat", "prompt", "prompts", "system", "stop", "raw", "json", "show_analysis"),
-        *("temperature", "top_k", "top_p", "min_p", "max_new_tokens"),  # which the requests say
+        *SAMPLING,  # which the requests say
     ),
     dry_run=(
         *("chat", "prompt", "prompts", "system", "stop", "serve", "profile", "distributed"),
-        *("keep", "keep_host"),
+        *("keep", "keep_host", "show_analysis", "allow_nonfinite", "seed", *SAMPLING),
     ),
 )
 
@@ -86,14 +86,6 @@ def number(kind: type, least: float, most: float = 10**12) -> Callable[[str], An
     return read
 
 
-def quant(text: str) -> str:
-    try:
-        storage_named(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
 def place(text: str) -> str:
     """Accepts HOST:PORT, or [HOST]:PORT for IPv6. Without a host it would be open to all."""
     if not re.fullmatch(r"([^][:]+|\[[^][]+\]):[0-9]+", text):
@@ -125,7 +117,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--dtype", choices=["float32", "bfloat16"], help="of activations and plain weights")
     forms = "{int8,int4,int4:GROUP}"
     told = "store matrices in 8 bits, or in 4 with a scale for GROUP neighbours in a row (64)"
-    add("--quant", type=quant, metavar=forms, help=told)
+    add("--quant", metavar=forms, help=told)
     add("--kv-quant", choices=["int8"], help="store the key/value cache in 8 bits")
     add("--allow-nonfinite", **flag, help="load weights even if some are NaN or infinite")
     told = "make random weights; --ckpt may be a config.json or the name of a published size"

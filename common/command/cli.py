@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -57,6 +57,7 @@ def open_from(module: ModuleType, args: argparse.Namespace, prompts: int) -> Mod
         mesh=make_mesh(**axes) if axes else None,
         dtype=args.dtype,
         quant=args.quant,
+        kv_quant=args.kv_quant,
         random=args.random,
         slots=args.slots or min(prompts, 8),
         capacity=args.max_len or 2048,
@@ -70,23 +71,21 @@ def open_draft(module: ModuleType, args: argparse.Namespace, model: Model) -> Mo
     family, _, ckpt = args.draft.rpartition(":")
     try:
         if family and not family.isidentifier():  # such as "."
-            raise ModuleNotFoundError
+            raise ModuleNotFoundError(name=family)
         if family:
             module = importlib.import_module(f"{family}.model")
         draft = open_model(module, ckpt, mesh=model.mesh, dtype=args.dtype, quant=args.quant)
         check_fits(model, draft)
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name not in (family, f"{family}.model"):
+            raise  # the file needs a package
         raise ValueError(f"--draft {args.draft}: there is no {family}/model.py") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"--draft {args.draft}: {error}") from None
     return draft
 
 
-class Sizes(NamedTuple):
-    """The slots of a session, and the positions per slot."""
-
-    slots: int
-    capacity: int
+Sizes = tuple[int, int]  # the slots of a session, and the positions of each
 
 
 def sizes_for(model: Model, args: argparse.Namespace, need: int, prompts: int) -> Sizes:
@@ -98,7 +97,7 @@ def sizes_for(model: Model, args: argparse.Namespace, need: int, prompts: int) -
     slots = args.slots or round_up(min(prompts, 8), rows)
     if slots % rows:
         raise ValueError(f"--slots {slots} cannot be split evenly over data={rows}")
-    return Sizes(slots, args.max_len or capacity_for(need, limit))
+    return slots, args.max_len or capacity_for(need, limit)
 
 
 def plan_prompts(model: Model, args: argparse.Namespace, texts: list[str]) -> tuple[Job, Sizes]:
@@ -107,7 +106,7 @@ def plan_prompts(model: Model, args: argparse.Namespace, texts: list[str]) -> tu
     requests = [make_request(args, model.tokenizer, x, i) for i, x in enumerate(ids)]
     sizes = sizes_for(model, args, max(map(len, ids)) + args.max_new_tokens, len(texts))
     for i, request in enumerate(requests):
-        check_request(request, sizes.capacity, model.config, f"prompt {i + 1}")
+        check_request(request, sizes[1], model.config, f"prompt {i + 1}")
     return Job(texts, requests), sizes
 
 
@@ -120,7 +119,7 @@ def plan_later(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
         raise ValueError("--serve needs a checkpoint with a tokenizer, and this one has none")
     need, rows = min(model.config.max_position_embeddings, 4096), model.mesh.shape[DATA]
     sizes = sizes_for(model, args, need, rows if args.chat else 8)
-    check_request(make_request(args, tok, [0], 0), sizes.capacity, model.config)
+    check_request(make_request(args, tok, [0], 0), sizes[1], model.config)
     return Job([], []), sizes
 
 
@@ -149,7 +148,7 @@ def summary(session: Session, load_s: float) -> str:
     return "; ".join(parts)
 
 
-def answer_calls(session: Session, args: argparse.Namespace, listener: Any) -> bool:
+def answer_calls(session: Session, args: argparse.Namespace, listener: Any) -> None:
     """Serves until it is told to end. Process 0 listens, and the others follow."""
     if listener is not None:
         from common.server.http import serve_http
@@ -162,7 +161,6 @@ def answer_calls(session: Session, args: argparse.Namespace, listener: Any) -> b
             signal.signal(number, lambda n, _: signal.signal(n, signal.default_int_handler))
     while not session.closed:
         step(session)
-    return False
 
 
 def abandon_stdout() -> None:
@@ -198,11 +196,6 @@ def mistakes_on_one_line() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, before)
         sys.stdout, sys.stderr = streams
-
-
-def write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 @mistakes_on_one_line()
@@ -268,7 +261,7 @@ def run(
     cache = cache_dtype(model.dtype, model.on_cpu, args.kv_quant)
     smaller = open_draft(module, args, model)
     models = [x for x in (model, smaller) if isinstance(x, Model)]
-    check_memory(models, sizes.slots + args.keep, sizes.capacity, dtype=cache)
+    check_memory(models, *sizes, dtype=cache, keep=args.keep)
     began = time.perf_counter()
     model, *rest = [
         read_weights(x, progress_bar(sys.stderr), args.seed, args.allow_nonfinite) for x in models
@@ -285,11 +278,14 @@ def run(
         draft_tokens=args.draft_tokens or DRAFT_TOKENS,
         logprobs=bool(args.serve) and args.draft != "mtp",
     )
+    interrupted = False
     with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
         if args.serve:
-            interrupted = answer_calls(session, args, listener)
+            answer_calls(session, args, listener)
+        elif args.chat:
+            interrupted = converse(session, args)
         else:
-            interrupted = (converse if args.chat else answer_prompts)(session, args, job, write)
+            interrupted = answer_prompts(session, args, job)
     sys.stderr.write(f"[{summary(session, load_s)}]\n")
     if interrupted:
         sys.exit(130)

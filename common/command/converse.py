@@ -9,7 +9,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from common.serving.load import Model
@@ -17,8 +17,6 @@ from common.serving.serve import serve
 from common.serving.session import Event, Request, Session
 from common.text.harmony import ANALYSIS, FINAL
 from common.text.tokenizer import Tokenizer, encode, encode_chat
-
-Write = Callable[[str], None]
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -41,6 +39,11 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
+def write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def read_utf8(file: TextIO, name: str) -> str:
     try:
         return file.read()
@@ -50,20 +53,14 @@ def read_utf8(file: TextIO, name: str) -> str:
 
 def encode_prompt(model: Model, args: argparse.Namespace, text: str) -> list[int]:
     """Encodes one prompt, through the chat template if the checkpoint has one."""
-    tok, vocab_size = model.tokenizer, model.config.vocab_size
-    if tok is None:  # random weights of a lone config: any ids will do
-        return [byte % vocab_size for byte in text.encode()]
-    if args.raw or tok.chat_template is None:
-        if args.system:
-            raise ValueError(
-                "--system needs a chat template: this checkpoint has none, or --raw was given"
-            )
-        ids = encode(tok, text)
-    else:
-        ids = encode_chat(tok, messages(args, [("user", text)]))
-    if max(ids, default=0) >= vocab_size:
-        raise ValueError(f"the tokenizer made id {max(ids)}, but the model has {vocab_size}")
-    return ids
+    if (tok := model.tokenizer) is None:  # random weights of a lone config: any ids will do
+        return [byte % model.config.vocab_size for byte in text.encode()]
+    if not args.raw and tok.chat_template is not None:
+        return encode_chat(tok, messages(args, [("user", text)]))
+    if args.system:
+        what = "this checkpoint has none, or --raw was given"
+        raise ValueError(f"--system needs a chat template: {what}")
+    return encode(tok, text)
 
 
 def messages(args: argparse.Namespace, turns: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
@@ -162,7 +159,7 @@ def record(job: Job, i: int, reply: Reply) -> str:
     return json.dumps(fields, ensure_ascii=False) + "\n"
 
 
-def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: Write) -> bool:
+def answer_prompts(session: Session, args: argparse.Namespace, job: Job) -> bool:
     """Answers all prompts, and writes the answers in their order. Returns True if interrupted."""
     tok, replies = session.model.tokenizer, [Reply([], [], []) for _ in job.requests]
     shown, began = 0, time.perf_counter()
@@ -190,7 +187,7 @@ def answer_prompts(session: Session, args: argparse.Namespace, job: Job, write: 
     return bool(pressed)
 
 
-def converse(session: Session, args: argparse.Namespace, job: Job, write: Write) -> bool:
+def converse(session: Session, args: argparse.Namespace) -> bool:
     """Holds a conversation on one slot; every turn reads only what is not cached yet. Ctrl-C ends a
     turn. Returns True if SIGTERM ended the conversation."""
     tok, turns = session.model.tokenizer, list[tuple[str, str]]()
@@ -206,9 +203,6 @@ def converse(session: Session, args: argparse.Namespace, job: Job, write: Write)
             continue
         turns.append(("user", line.strip()))
         ids = encode_chat(tok, messages(args, turns))
-        if len(ids) > session.capacity:
-            have = f"the conversation has {len(ids)} tokens"
-            raise ValueError(f"{have}, more than the cache's {session.capacity} (see --max-len)")
         reply, request = Reply([], [], []), make_request(args, tok, ids, len(turns) // 2)
         events = serve(session, [request])
         with interruptible() as pressed, contextlib.closing(events):

@@ -20,11 +20,13 @@ def memory_of(device: jax.Device) -> int | None:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
 
 
-def check_memory(models: Sequence[Model], slots: int, capacity: int, dtype: DTypeLike) -> None:
+def check_memory(
+    models: Sequence[Model], slots: int, capacity: int, dtype: DTypeLike, keep: int = 0
+) -> None:
     """ValueError if the weights and the caches of models that share a mesh need more memory than
-    the devices have."""
+    the devices have. `keep` slots are beside the others."""
     mesh, on_cpu = models[0].mesh, models[0].on_cpu
-    device, rows = mesh.local_devices[0], mesh.shape[DATA]  # others cannot be asked from here
+    device, rows = mesh.local_devices[0], mesh.shape[DATA]
     if (have := memory_of(device)) is None:
         return
     sharing = min(jax.local_device_count(), mesh.size) if on_cpu else 1
@@ -34,11 +36,12 @@ def check_memory(models: Sequence[Model], slots: int, capacity: int, dtype: DTyp
         load = load_of(Plan(m.module, m.config, rows, capacity, **kept), mesh.shape)
         weights += sharing * load.weights
         # Beside the slots, each data shard has a place where prompts are read.
-        cache += sharing * load.cache * (slots + rows) // rows
+        cache += sharing * load.cache * (slots + keep + rows) // rows
     if weights + cache > have:
         need, room, all_ = (f"{x / 1e9:,.1f} GB" for x in (weights, cache, have))
+        kept = f" and {keep} kept ones" if keep else ""
         raise ValueError(
-            f"the weights take {need} and {slots} slots of {capacity} positions {room} with those "
-            f"where prompts are read, but a device has {all_}: use fewer --slots, a smaller "
+            f"the weights take {need} and {slots} slots{kept} of {capacity} positions {room} with "
+            f"those where prompts are read, but a device has {all_}: use fewer --slots, a smaller "
             "--max-len, --quant, or a larger --mesh"
         )

@@ -10,17 +10,14 @@ that of reading the filled cache once.
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from common.kernels.attention_blocked import attention_blocked
 from common.kernels.dispatch import AUTO, Kernel, choose
 from common.kernels.reference import attention_reference
 from common.kernels.shapes import check_kind, check_number, check_shape, check_shapes
 from common.kernels.visible import in_two_laps
-
-Array = jax.Array
 
 FEW_QUERIES = 8  # up to this many a slot, reading the cache is the bound
 L1 = 8192  # float32 numbers in a CPU core's L1 cache, which holds a block of one head's rows

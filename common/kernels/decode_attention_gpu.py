@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from common.kernels.hopper import (
@@ -57,8 +57,6 @@ from common.kernels.hopper import (
 )
 from common.kernels.shapes import heads_of_rows, rows_by_head, value_width
 from common.kernels.softmax import NEG_INF, merge_parts, normalized, online_softmax
-
-Array = jax.Array
 
 BLOCK = 64  # positions that are copied, scored and accumulated together
 MAX_COLUMNS = 256  # of values per warpgroup; they take 128 of a thread's 255 registers

@@ -27,15 +27,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from common.kernels.shapes import heads_of_rows, rows_by_head, value_width
 from common.kernels.softmax import NEG_INF, normalized, online_softmax
 from common.kernels.varying import vary_like
-
-Array = jax.Array
 
 LANES, SUBLANES = 128, 8
 MAX_BLOCK = 512  # positions; on average, a slot reads half a block beyond its length

@@ -9,14 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 plgpu: Any = None  # Any, because its types differ between JAX versions
 with contextlib.suppress(ImportError):  # JAX 0.10 needs absl-py for this, but does not install it
     plgpu = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-
-Array = jax.Array
 
 ROWS = 64  # rows that one tensor core instruction of a warpgroup multiplies
 PASS = 64  # columns that go through registers at a time

@@ -11,16 +11,14 @@ a window or a chunk. So the work grows with lengths, or with the window, not wit
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from common.kernels.attention_blocked import attention_blocked
 from common.kernels.dispatch import AUTO, Kernel, choose
 from common.kernels.reference import attention_reference
 from common.kernels.shapes import check_number, check_shapes, is_whole
 from common.kernels.visible import first_seen, in_two_laps
-
-Array = jax.Array
 
 
 def prefill_attention(

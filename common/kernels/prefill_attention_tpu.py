@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -34,8 +34,6 @@ from common.kernels.shapes import heads_of_rows, rows_by_head, value_width
 from common.kernels.softmax import NEG_INF, normalized
 from common.kernels.varying import vary_like
 from common.kernels.visible import first_seen
-
-Array = jax.Array
 
 ROWS = 1024  # of queries in a block
 BLOCK = 1024  # positions: 1024 * 1024 float32 scores are 4 MiB

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
@@ -39,8 +39,6 @@ from common.quant import (
     is_stored,
     out_features,
 )
-
-Array = jax.Array
 
 WIDENED_OUT = 256  # matrix rows that are widened at a time; there is a wide copy of these only
 MAX_GROUP_ROWS = 128  # rows of x that an expert multiplies at a time

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from common.kernels.hopper import (
@@ -47,8 +47,6 @@ from common.kernels.hopper import (
     upcast,
 )
 from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Matrix, Mxfp4, Rowwise, e2m1, e8m0
-
-Array = jax.Array
 
 STEP = FP8_BLOCK  # columns of x and w at a time; they share a scale of fp8
 ALIGNMENT = 8  # rows

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -53,8 +53,6 @@ from common.quant import (
     out_features,
     zero_sums,
 )
-
-Array = jax.Array
 
 LANES, SUBLANES = 128, 8
 BUDGET = 12 << 20  # bytes for tiles; a v5e has 16 MiB, and the rest is for values within a step

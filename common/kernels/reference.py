@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-Array = jax.Array
+from jax import Array
 
 
 def attention_reference(

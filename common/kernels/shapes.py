@@ -3,11 +3,9 @@
 from numbers import Real
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-
-Array = jax.Array
+from jax import Array
 
 
 def check_shapes(

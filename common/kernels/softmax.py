@@ -9,12 +9,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from common.kernels.varying import vary_like
-
-Array = jax.Array
 
 NEG_INF = -1e30  # the score of a masked position; finite, because exp(-inf - -inf) is NaN
 

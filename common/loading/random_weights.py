@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
@@ -24,8 +24,6 @@ from common.quant import (
 )
 from common.sharding import P
 from common.weights import Weight, is_weight, published_arrays, published_form, storage_for
-
-Array = jax.Array
 
 STD = 0.02  # standard deviation; the numbers are uniform, so the largest is sqrt(3) times this
 LARGEST = STD * math.sqrt(3)

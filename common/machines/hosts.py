@@ -41,19 +41,19 @@ class Rank(NamedTuple):
 def find_rank(args: argparse.Namespace) -> Rank | None:
     """Which of several processes this is, by options or by what JAX detects of a cluster. None if
     it runs alone."""
-    told = args.coordinator or args.process or args.distributed
+    told = bool(args.coordinator or args.process or args.distributed)
     # In a Slurm step of one task, JAX would count the tasks of the whole allocation.
     if args.distributed is False or (not told and os.environ.get("SLURM_STEP_NUM_TASKS") == "1"):
         return None
     given = args.coordinator, *(args.process or (None, None)), None, None, 300
-    rank: list[Any] = [None]
+    rank, why = list[Any]([None]), "JAX finds no cluster"
     try:
         *rank, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(*given)
     except Exception as error:  # of whatever library asks the cluster
-        told = first_line(error)
+        told, why = True, first_line(error)
     if None in rank and told:
         how = "give --coordinator HOST:PORT --process I/N to each, or --no-distributed"
-        raise ValueError(f"nothing says which of several processes this is ({told}): {how}")
+        raise ValueError(f"nothing says which of several processes this is ({why}): {how}")
     return None if None in rank or rank[1] == 1 else Rank(*rank)
 
 

@@ -155,7 +155,7 @@ class Desk:
 
     def stop(self, *_: Any) -> None:
         """Handles a signal; a second one ends the process at once."""
-        self.deadline = time.monotonic() + min(self.grace, 1e9)
+        self.deadline = time.monotonic() + self.grace
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.default_int_handler)
         self.inbox.put(lambda: None)
@@ -225,9 +225,8 @@ class Api:
     """The endpoints."""
 
     def __init__(self, desk: Desk, name: str):
-        self.desk, self.session, self.created = desk, desk.session, int(time.time())
-        self.tok: Any = desk.session.model.tokenizer
-        self.served = served_by(self.session, name, desk.most)
+        self.desk, self.created = desk, int(time.time())
+        self.served = served_by(desk.session, name, desk.most)
 
     async def complete(self, call: Call, kind: str) -> Response:
         self.desk.check_room(1)  # before a long text is encoded
@@ -240,11 +239,11 @@ class Api:
         watcher = asyncio.create_task(watch(call, answer))
         try:
             async for i, event in answer:
-                add(asked, choices[i], self.tok, event)
+                add(asked, choices[i], self.served.tok, event)
         finally:
             watcher.cancel()
             self.desk.leave(answer)
-        told = [tell(asked, choice, self.tok) for choice in choices]
+        told = [tell(asked, choice, self.served.tok) for choice in choices]
         return JSONResponse(self.known(asked) | dict(choices=told, usage=usage_of(asked, choices)))
 
     def known(self, asked: Asked) -> dict[str, Any]:
@@ -256,13 +255,14 @@ class Api:
     async def stream(
         self, asked: Asked, answer: Answer, choices: list[Choice]
     ) -> AsyncIterator[str]:
-        known, last = self.known(asked), dict(usage=None) if asked.usage else {}
+        known, tok = self.known(asked), self.served.tok
+        last = dict(usage=None) if asked.usage else {}
         line = lambda **more: f"data: {json.dumps(known | more)}\n\n"
         try:
             async for i, event in answer:
-                add(asked, choice := choices[i], self.tok, event)
+                add(asked, choice := choices[i], tok, event)
                 if choice.content or choice.reasoning or choice.scores or choice.finish:
-                    yield line(choices=[tell(asked, choice, self.tok)], **last)
+                    yield line(choices=[tell(asked, choice, tok)], **last)
             if asked.usage:
                 yield line(choices=[], usage=usage_of(asked, choices))
         except Exception as error:
@@ -283,7 +283,7 @@ class Api:
 
     async def metrics(self, call: Call) -> Response:
         """What `Stats` has, and how many requests are open and running, for Prometheus."""
-        s, kinds = self.session, dict[str, tuple[str, float]]()
+        s, kinds = self.desk.session, dict[str, tuple[str, float]]()
         kinds["open_requests"] = "gauge", sum(len(answer.requests) for answer in self.desk.open)
         kinds["running_requests"] = "gauge", len(s.running)
         kinds |= {name + "_total": ("counter", value) for name, value in vars(s.stats).items()}
@@ -361,7 +361,7 @@ def open_listener(args: argparse.Namespace) -> socket.socket:
     host, _, port = args.serve.rpartition(":")
     host, family = host.strip("[]"), socket.AF_INET6 if "[" in host else socket.AF_INET
     try:
-        return socket.create_server((host, int(port)), family=family, backlog=1024)
+        return socket.create_server((host, int(port)), family=family, backlog=WAITING)
     except (OSError, OverflowError) as error:
         raise ValueError(f"--serve {args.serve}: {getattr(error, 'strerror', error)}") from None
 

@@ -69,6 +69,14 @@ def are_stops(x: Any) -> bool:
     return few and all(is_text(text) and len(text) <= 1000 for text in texts)
 
 
+def are_options(x: Any) -> bool:
+    """Obfuscation can only be switched off."""
+    known = dict(include_usage=(True, False, None), include_obfuscation=(False, None))
+    return is_object(x) and all(
+        any(value is one for one in known.get(key, ())) for key, value in x.items()
+    )
+
+
 is_text, is_object = lambda x: isinstance(x, str), lambda x: isinstance(x, dict)
 are_ids, are_texts = all_of(lambda x: type(x) is int), all_of(is_text)
 TEXT, FLAG = Kind("a text", is_text), Kind("true or false", lambda x: isinstance(x, bool))
@@ -78,9 +86,10 @@ PROMPT = Kind(
     "a text, a list of texts, a list of ids, or a list of lists of ids",
     lambda x: TEXTS.holds(x) or are_ids(x) or all_of(are_ids)(x),
 )
+OPTIONS = Kind("an object with include_usage alone, true or false", are_options)
 COUNT, SCORES, SHARE = integer(0, 2**31 - 1), integer(0, LIKELIEST), number(0, 1)
 BOTH = dict(
-    model=TEXT, stream=FLAG, stream_options=Kind("an object", is_object), max_tokens=COUNT,
+    model=TEXT, stream=FLAG, stream_options=OPTIONS, max_tokens=COUNT,
     n=integer(1, 32), temperature=number(0, 2), top_p=SHARE, top_k=COUNT, min_p=SHARE,
     seed=integer(-(2**63), 2**63 - 1), stop=STOPS,
     user=TEXT, prompt_cache_key=TEXT, safety_identifier=TEXT,  # these three change nothing
@@ -125,11 +134,6 @@ def fields_of(kind: str, body: Any) -> dict[str, Any]:
             raise Refused(f"{name} is not supported", name)
     if (needed := "messages" if kind == "chat" else "prompt") not in given:
         raise Refused(f"{needed} is missing", needed)
-    options = given.get("stream_options", {})
-    usage = options.get("include_usage", False)
-    rest = {key: x for key, x in options.items() if key != "include_usage" and x is not None}
-    if rest.pop("include_obfuscation", False) is not False or rest or not FLAG.holds(usage):
-        raise Refused("stream_options has include_usage alone, true or false", "stream_options")
     return given
 
 
@@ -216,9 +220,9 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
     if given.get("model", served.name) != served.name:
         raise Refused(f"the model here is {served.name}", "model", 404)
     get, echo, n = given.get, given.get("echo", False), given.get("n", 1)
-    wanted = (
-        get("logprobs") if kind == "text" else get("top_logprobs", 0) if get("logprobs") else None
-    )
+    wanted = get("logprobs")
+    if kind == "chat":
+        wanted = get("top_logprobs", 0) if wanted else None
     if get("top_logprobs") is not None and wanted is None:
         raise Refused("top_logprobs goes with logprobs", "top_logprobs")
     if wanted is not None and not session.logprobs:
@@ -244,8 +248,7 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
             raise Refused(str(error)) from None
         seed = get("seed", secrets.randbits(32))
         requests += [request._replace(seed=(seed + i) % 2**32) for i in range(n)]
-    options = get("stream_options", {})
-    usage = bool(options.get("include_usage"))
+    usage = bool(get("stream_options", {}).get("include_usage"))
     return Asked(kind, requests, n, echo, most == 0, get("stream", False), usage)
 
 

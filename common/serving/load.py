@@ -69,6 +69,7 @@ def open_model(
     mesh: Mesh | None = None,
     dtype: DTypeLike | None = None,
     quant: str | None = None,
+    kv_quant: str | None = None,
     random: bool = False,
     slots: int = 8,
     capacity: int = 2048,
@@ -84,21 +85,24 @@ def open_model(
       dtype: float32 or bfloat16; by default, that of the checkpoint.
       quant: "int8" or "int4" quantises the matrices as they are read: see `storage_named`.
       random: makes random weights instead of reading stored ones.
-      slots, capacity: the load for which a mesh is picked: prompts at once, and positions of each.
+      slots, capacity, kv_quant: the load for which a mesh is picked: prompts at once, positions of
+        each, and the form of the cache, see `cache_dtype`.
     """
     hf, directory = read_shape(module, ckpt, revision, random)
     config = read_model_config(module, hf)
     weights_at = None if random else directory
     kind = model_dtype(hf, weights_at, dtype)
-    storage = storage_named(quant)
+    devices = jax.devices() if mesh is None else [*mesh.devices.flat]
+    on_cpu = devices[0].platform == "cpu"
+    storage = storage_of(kind, on_cpu, quant)
     if mesh is None:
-        use: Any = dict(slots=slots, capacity=capacity, dtype=kind, storage=storage)
-        mesh = best_mesh(Plan(module, config, **use), jax.devices())
+        cache = cache_dtype(kind, on_cpu, kv_quant)
+        stored: Any = dict(dtype=kind, cache_dtype=cache, storage=storage)
+        mesh = best_mesh(Plan(module, config, slots, capacity, **stored), devices)
     shards = model_shards(mesh)
     check_divides(declare(module, config, shards)[0], shards)
     tokenizer = None if directory is None else load_tokenizer(directory)
-    opened = Model(module, config, mesh, None, tokenizer, kind, None, weights_at)
-    return opened._replace(storage=storage_of(kind, opened.on_cpu, quant))
+    return Model(module, config, mesh, None, tokenizer, kind, storage, weights_at)
 
 
 def storage_of(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> Storage | None:

@@ -75,7 +75,7 @@ def prefill_scored(
     count_B: jax.Array,
     after_B: jax.Array,
     *,
-    likeliest: int,
+    likeliest: int = LIKELIEST,
     config: Any,
     mesh: Mesh,
     implementation: str = AUTO,

@@ -1,4 +1,4 @@
-"""A session: a model with slots in which it decodes, and the single steps that fill and empty them.
+"""A session: a model with slots in which it decodes. `steps` fills and empties them.
 
 One prompt per `data` shard is read at a time, in chunks whose lengths come from a short list of
 buckets. Its cache is then inserted into a free slot. All filled slots decode together. A slot whose
@@ -252,7 +252,7 @@ def start_session(
         return [init_state(m.module, m.config, count, capacity, dtype, mesh) for m in models]
 
     prompts = states(rows)
-    publish((prompts[0].token_B, None), mesh)  # compiled here, not while a CPU already reads
+    publish((prompts[0].token_B, None), mesh)  # compiles it before anything is timed
     caches = jax.eval_shape(lambda: [state.cache for state in prompts])
     slot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches)) // rows
     by_shard, text_BS = NamedSharding(mesh, P(DATA)), None
@@ -279,7 +279,8 @@ def start_session(
 def usable(caches: Sequence[Any], multiple: int, text: Text, n: int) -> int:
     """How many of the first n tokens of a text another one can start from: a multiple of
     `multiple`. It is 0 if a layer with a window or a chunk may have overwritten what is needed."""
-    n, end = n // multiple * multiple, text.written + PROMPT_CHUNK  # padding and drafts took less
+    # Padding and drafts may have written fewer positions than a chunk has, behind the text.
+    n, end = n // multiple * multiple, text.written + PROMPT_CHUNK
     return n if all(n >= shortest_beginning(cache, end) for cache in caches) else 0
 
 

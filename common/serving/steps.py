@@ -78,17 +78,18 @@ def prefill(session: Session) -> None:
     compiled_s = stats.compile_s
     with timed(stats, "prefill_s"):
         *given, after = jax.device_put((tokens_BT, count_B, after_B), session.by_shard)
-        for i, model in enumerate(session.models):
-            known = model.weights, session.prompts[i], *given
+        for i, (prompts, reader) in enumerate(zip(session.prompts, session.models, strict=True)):
+            known = reader.weights, prompts, *given
             if i == 0 and scored:
-                more: Any = dict(likeliest=LIKELIEST, **model.static)
-                session.prompts[0], scores = prefill_scored(model.module, *known, after, **more)
+                session.prompts[0], scores = prefill_scored(
+                    reader.module, *known, after, **reader.static
+                )
                 scores = jax.tree.map(np.asarray, publish(scores, model.mesh))
                 for row, work in together.items():
                     n, T = work.request.logprobs or 0, range(count_B[row])
                     work.scores += [score_of(scores, row, t, n) for t in T]
             else:
-                session.prompts[i] = model.module.prefill(*known, **model.static)
+                session.prompts[i] = reader.module.prefill(*known, **reader.static)
         if session.read:
             new = publish((session.prompts[0].token_B, None), model.mesh)
             session.ahead = Ahead(new, session.read)
@@ -141,8 +142,9 @@ def generate(session: Session) -> None:
     with timed(session.stats, "decode_s"):
         if session.text_BS is None and not session.logprobs:
             state = model.module.generate(model.weights, session.states[0], **model.static)
-            session.states[0], drafted = state, hasattr(state, "new_BT")
-            new = (state.new_BT if drafted else state.token_B), None
+            # A state with new_BT drafts in every step, so there is nothing for `Gain` to weigh.
+            session.states[0], drafted = state, False
+            new = getattr(state, "new_BT", state.token_B), None
         else:
             drafted = session.text_BS is not None and session.drafting
             wanted = any(work.request.logprobs is not None for work in works.values())
