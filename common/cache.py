@@ -109,7 +109,9 @@ def capacity_of(cache: tuple[LayerCache, ...]) -> int:
 
 def shortest_beginning(cache: tuple[LayerCache, ...], written: int) -> int:
     """The least n for which a slot can still be continued from its first n tokens, after `written`
-    positions were written to it. It is 0 if no ring has overwritten a position yet."""
+    positions were written to it. It is 0 if no ring has overwritten a position yet. A ring of S
+    places holds the last S positions that were written, and token n sees `reach` positions: those
+    from n - reach + 1 on."""
     rings = [(places(layer), layer.ring.reach) for layer in cache if layer.ring is not None]
     return max((written - S + reach - 1 for S, reach in rings if written > S), default=0)
 

@@ -55,8 +55,8 @@ Transform = Order | Axes | None
 # A path into the model file's `Weights`, alone or with how its axes are stored; None: dropped.
 Target = str | tuple[str, Transform] | Same | Dropped | Holds | None
 # By published name, in which `*` stands for a number and a last `**` for any ending. If several
-# rows match a name, the most specific wins: the name itself, then `prefix.**`, then a row with a
-# `*` for every number but the first (the layer's), then a row with a `*` for every number.
+# rows match a name, the most specific wins: the name itself, then `prefix.**`, then a row that
+# spells out the first number (the layer's) and has a `*` for the others, then one with `*` for all.
 Table = dict[str, Target]
 
 

@@ -219,9 +219,10 @@ def _descend(mass_BX: Array, rest_B: Array) -> tuple[Array, Array]:
     """Lays the masses of the bins end to end; returns the bin [B] in which rest_B falls, and how
     far inside it.
 
-    Each end is a sum of X terms, of which later bins are 0. All ends add them in the same order, so
-    rounding keeps them in order too. So an empty bin is never hit, and a rest_B past the end hits a
-    bin that has mass. If no bin has any, the result is no bin: X.
+    Where a bin ends is a sum of X terms, in which the bins behind it count as 0. All these sums add
+    their terms in the same order, so the ends stay in order although they are rounded. Therefore an
+    empty bin is never hit, and a rest_B past the last end hits a bin that has mass. If no bin has
+    any mass, the result is X, which is no bin.
     """
     x = jnp.arange(mass_BX.shape[1])
     end_BX = jnp.where(x[:, None] <= x, mass_BX[:, :, None], 0).sum(1)

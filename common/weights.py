@@ -85,7 +85,8 @@ def is_weight(x: Any) -> bool:
 
 def storage_for(weight: Weight, storage: Storage | None) -> Storage | None:
     """The storage in which a weight is kept if the user chose `storage`; None: as it is published.
-    So are weights whose published form that storage does not replace, such as those in 4 bits."""
+    It is None, too, for a weight whose published form `storage` does not replace: it is in 4 bits,
+    for example."""
     while storage is not None and weight.kind not in storage.kinds:
         storage = storage.rest
     if storage is None or published_form(weight) not in (None, Transposed, *storage.requantizes):

@@ -72,8 +72,8 @@ def out_axes(specs: Callable[[PartitionSpec], Any]) -> list[int]:
 
 
 def in_blocks(f: Callable[[Any], Any], made: list[int], w: Any) -> Any:
-    """f(w) of one matrix, computed for a block of its rows at a time. The rows are along the axes
-    `made` of the result's arrays."""
+    """f(w) of one matrix, computed for a block of its rows at a time. `made` has, for each array of
+    the result, the axis along which its rows are; `given` has the same for the arrays of w."""
     arrays, structure = jax.tree.flatten(w)
     given = out_axes(SPECS[type(w)]) if is_stored(w) else [0]
     rows = arrays[0].shape[given[0]]

@@ -46,9 +46,7 @@ def fill(pattern: str, numbers: list[str]) -> str:
 
 def target_of(name: str, table: Table) -> tuple[Target, list[str]]:
     """Returns what a stored tensor becomes, and the numbers that the `*` in its row stand for. The
-    target is "" if the table does not know the name. Tries four rows in this order: the name
-    itself; "prefix.**" for a prefix of it; `*` for every number but the first; `*` for every
-    number."""
+    target is "" if the table does not know the name. Tries rows in the order that `Table` gives."""
     words = name.split(".")
     for key in (name, *(".".join([*words[:i], "**"]) for i in range(1, len(words)))):
         if key in table:

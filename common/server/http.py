@@ -1,6 +1,6 @@
-"""A session over HTTP. The thread that starts this steps the session. A second one runs the event
-loop, which has the connections. They pass messages. Apart from that, each one only looks at what
-the other one counts."""
+"""A session over HTTP. The main thread steps the session. A second thread runs the event loop,
+which has the connections. They pass messages to each other; apart from that, each one only reads
+what the other one counts."""
 
 import argparse
 import asyncio
@@ -57,7 +57,7 @@ from common.serving.session import Event, Request, Session
 BODY = 16 << 20  # bytes of a request
 BACKLOG = 4096  # events that a client may leave unread
 STALLED = 60.0  # seconds in which a client must take some of a reply that has ended
-WAITING = 128  # connections that wait to be accepted; after a failure, as many are tried again
+WAITING = 128  # connections that may wait to be accepted
 
 
 class Answer:

@@ -95,7 +95,8 @@ def longest(prefixes: Prefixes, tokens: Sequence[int]) -> tuple[Place, int]:
     """Returns the place that can be continued from the longest beginning of `tokens`, and the
     length of that; 0 if it is shorter than a block. Host memory comes last among equals."""
     keys = takewhile(prefixes.holders.__contains__, beginnings(tokens))
-    levels = [prefixes.holders[key] for key in keys]  # each holds all places of the next
+    levels = [prefixes.holders[key] for key in keys]
+    # A place that holds a longer beginning also holds the shorter ones: it is in all levels before.
     best, tried = (0, False, READING), set[Place]()
     for n in range(len(levels) * BLOCK, 0, -BLOCK):
         for place in levels.pop() - tried:
@@ -111,8 +112,8 @@ def longest(prefixes: Prefixes, tokens: Sequence[int]) -> tuple[Place, int]:
 
 
 def is_covered(prefixes: Prefixes, place: Place) -> bool:
-    """Whether nothing is lost with the text of a place: another one can be continued from as much
-    of its whole blocks."""
+    """Whether nothing is lost with the text of a place: another place can be continued from the
+    same beginning of that text, or a longer one, counted in whole blocks."""
     text = prefixes.texts[place]
     usable = prefixes.usable(text, len(text.keys) * BLOCK)
     others = prefixes.holders[text.keys[-1]] - {place} if text.keys else ()

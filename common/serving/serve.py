@@ -39,7 +39,8 @@ from common.speculate import NO_DRAFT, NO_TOKEN
 from common.text.harmony import say, start_speech
 from common.text.tokenizer import encode, stream_flush
 
-LEAST_COST = PROMPT_CHUNK // 4  # a read of fewer tokens takes as long: it reads all weights
+# Tokens. A read of fewer takes as long as a read of this many, because both read all weights.
+LEAST_COST = PROMPT_CHUNK // 4
 
 
 def submit(session: Session, request: Request) -> int:
@@ -167,7 +168,7 @@ def add(session: Session, work: Work, new: Any, row: int) -> list[Event]:
     tokens = drafted_T[~np.isin(drafted_T, (NO_TOKEN, NO_DRAFT))].tolist()
     drafts = int((drafted_T[1:] != NO_DRAFT).sum()) if work.made else 0
     stats.drafts, before = stats.drafts + drafts, work.counts
-    for t, token in enumerate(tokens):  # unless t is 0, it follows a draft that was right
+    for t, token in enumerate(tokens):  # each token but the first shows that a draft was right
         is_first = not work.made
         work.counts = Counts(before.cached, before.drafts + drafts, before.drafts_right + t)
         work.tokens.append(token)

@@ -57,7 +57,7 @@ def prefill(session: Session) -> None:
     shards take part whose next chunk has the same bucket and is scored alike. So the chunks in
     which a prompt is read do not depend on the other prompts."""
     stats, model = session.stats, session.model
-    if model.on_cpu:  # otherwise compiling for this chunk would hide the time of the one before
+    if model.on_cpu:  # otherwise the last chunk would be computed while this one is compiled
         with timed(stats, "prefill_s"):
             jax.block_until_ready(session.prompts[0].token_B)
     chunk_of = lambda work: (bucket_for(work.left), work.request.logprobs is not None)
@@ -110,7 +110,8 @@ def settle(session: Session) -> None:
         prompt = work.request.prompt
         written = max(work.text.written, len(work.tokens))
         work.text = Text(prompt[: len(prompt) // many * many], written)
-        prefixes.hold(index, READING, work.text)  # a slot that holds no more than this goes first
+        # While READING holds the text, a slot that holds no more of it counts as missed least.
+        prefixes.hold(index, READING, work.text)
         free = [n for n in range(session.per_row) if first + n not in session.running]
         place = prefixes.least_missed(index, [Place(SLOT, n) for n in free])
         empty(session, row, place)
@@ -152,7 +153,8 @@ def generate(session: Session) -> None:
                 [model.weights for model in models],
                 session.states,
                 session.text_BS,
-                np.array(wanted) if session.logprobs else None,  # one program for all steps
+                # An array, so that one program serves steps with and without scores.
+                np.array(wanted) if session.logprobs else None,
                 files=tuple((model.module, model.config) for model in models),
                 mesh=model.mesh,
                 implementation=model.static["implementation"],
@@ -172,7 +174,7 @@ def drop_ended(session: Session) -> None:
         index, place = session.prefixes[row], Place(SLOT, number)
         if work.tokens[-1] == INVALID:
             prefixes.forget(index, place)
-        elif session.reuse_multiple > 1:  # a reply is not read in chunks, so it may round otherwise
+        elif session.reuse_multiple > 1:  # a decoded text may differ from a read one by rounding
             prefixes.use(index, place)
         else:
             prefixes.hold(index, place, Text(work.tokens[:-1], work.text.written))
