@@ -125,9 +125,10 @@ def test_a_conversation_remembers_answers_alone(tok, monkeypatch):
         yield from events(tok, THOUGHT + ANSWER, "--chat")
 
     monkeypatch.setattr(converse, "serve", scripted)
+    monkeypatch.setattr(converse, "write", written.append)
     monkeypatch.setattr("sys.stdin", io.StringIO("2 + 2?\nSure?\n"))
     session = SimpleNamespace(model=SimpleNamespace(tokenizer=tok), capacity=1000)
-    converse.converse(session, options("--chat", "--show-analysis"), None, written.append)
+    converse.converse(session, options("--chat", "--show-analysis"))
     turn = "<|start|>user<|message|>{}<|end|>"
     first = turn.format("2 + 2?")
     said = "<|start|>assistant<|message|>Père: 4<|end|>"
