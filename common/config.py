@@ -9,6 +9,7 @@ meaning of its own.
 `common.fields` says how a field is declared.
 """
 
+import re
 import reprlib
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -45,6 +46,8 @@ INERT = frozenset(
     top_k top_p typical_p
     """.split()
 )
+# How keys next to text_config begin that are about images and videos.
+IMAGES = re.compile("boi_|eoi_|ignore_index|image_|media_|projection_|use_unified|video_|vision_")
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 # Settings of which every model file implements one value.
 ONLY: dict[str, Any] = dict(
@@ -238,16 +241,20 @@ def checked(value: Any, annotation: Any, where: str) -> Any:
 # ---- parts of config.json that several families have
 
 
-def text_config(hf: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
-    """The part of a multimodal config.json that says how text is computed. Next to it there may be
-    `ignored` keys, and nothing that changes how text is computed."""
-    accepted = ONLY | dict(tie_word_embeddings=False)
+def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a multimodal config.json that says how text is computed. The quantization_config
+    may be in it or next to it, where nothing else changes how text is computed."""
+    accepted, beside = ONLY | dict(tie_word_embeddings=False), filter(IMAGES.match, hf)
     check_accepted(hf, accepted)
-    refuse_unknown(hf, {"model_type", "text_config", "vision_config", *ignored, *accepted, *INERT})
+    packing, inner = "quantization_config", "text_config.quantization_config"
+    refuse_unknown(hf, {"model_type", "text_config", packing, *accepted, *INERT, *beside})
     text = hf.get("text_config")
     if not isinstance(text, Mapping):
         raise ValueError(f"config.json: text_config={show(text)} must be an object")
-    return {"model_type": f"{hf['model_type']}_text", **text}
+    check_accepted(text, accepted, "text_config.")
+    both = {packing: hf.get(packing), inner: text.get(packing)}
+    packed = {packing: both[spelling(both, packing, inner)]}
+    return {"model_type": f"{hf['model_type']}_text", **text, **packed}
 
 
 def is_fp8(hf: Mapping[str, Any], projections: Collection[str]) -> bool:

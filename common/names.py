@@ -67,6 +67,12 @@ def weight_of(target: Target) -> tuple[str, Transform] | None:
     return None if isinstance(target, Same | Dropped | Holds) else target
 
 
+def multimodal(table: Table, others: Collection[str]) -> Table:
+    """The table of a checkpoint that also has `others`: parts, by name, that are not loaded."""
+    text = {f"language_model.{name}": target for name, target in table.items()}
+    return text | {f"{part}.**": None for part in others}
+
+
 def fp8_table(table: Table, projections: Collection[str], shards: Shards) -> Table:
     """The table of a checkpoint that stores its projections as 8-bit floats.
 

@@ -221,4 +221,4 @@ def expression(name: str) -> str:
         re.compile(text)
     except re.error:
         raise ValueError(f"config.json: {show(name)} is not a regular expression") from None
-    return text if text != name else re.escape(name) + "$"
+    return text if text != name else rf"(language_model\.)?{re.escape(name)}$"

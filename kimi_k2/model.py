@@ -66,14 +66,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from common.cache import RowCache, capacity_of, copy_slots
-from common.config import SILU, is_fp8, read_config, read_rope
+from common.config import SILU, is_fp8, read_config, read_rope, text_config
 from common.experts import group_by_expert, num_experts
 from common.fields import Even, Index, at_most
 from common.kernels.decode_attention import FEW_QUERIES
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
 from common.latents import append_latent, attend_expanded, attend_latent, empty_latent, whole_parts
-from common.names import Same, Table, fp8_table
+from common.names import Same, Table, fp8_table, multimodal
 from common.packing import Packing, read_packing
 from common.products import embed_rows, headwise, linear
 from common.quant import FP8_BLOCK, Fp8, Matrix, out_features
@@ -120,6 +120,7 @@ class Config(NamedTuple):
     norm_topk_prob: bool
     routed_scaling_factor: float
     fp8: bool  # quantization_config: the projections are published in 8-bit floats
+    multimodal: bool  # there is a vision tower too, and the text model's names have a prefix
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 4096
@@ -522,22 +523,26 @@ PROJECTIONS = {
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
     """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
+    if is_multimodal := hf.get("model_type") == "kimi_k25":
+        hf = text_config(hf)
+        if hf["model_type"] == "deepseek_v3":  # as transformers spells it
+            hf["model_type"] = "kimi_k2"
     # Refused: other router scores, other ways to choose experts, experts in groups, another
     # activation, biases, dense layers among those with experts (moe_layer_freq), extra layers that
     # draft tokens (num_nextn_predict_layers).
     accepted = dict(scoring_func="sigmoid", topk_method="noaux_tc", n_group=1, topk_group=1)
-    accepted |= dict(hidden_act=SILU, attention_bias=False, moe_layer_freq=1)
+    accepted |= dict(hidden_act=SILU, attention_bias=False, moe_layer_freq=1, rope_interleave=True)
     accepted |= dict(num_key_value_heads=hf.get("num_attention_heads"))
-    fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0)
+    fields = read_rope(Config, hf, {"yarn": Yarn}, theta=10000.0) | dict(multimodal=is_multimodal)
     packing = read_packing(hf, others=("fp8",))
     fields |= dict(packing=packing, fp8=packing is None and is_fp8(hf, PROJECTIONS))
     return read_config(
         Config,
         hf,
-        model_types=("kimi_k2",),
+        model_types=("kimi_k2", "kimi_k25"),
         fields_read=fields,
         accepted=accepted | dict(num_nextn_predict_layers=0),
-        ignored=("aux_loss_alpha", "ep_size", "seq_aux"),
+        ignored=("aux_loss_alpha", "ep_size", "head_dim", "qk_head_dim", "seq_aux"),
     )
 
 
@@ -647,4 +652,5 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         "model.layers.*.self_attn.rotary_emb.inv_freq": None,
     }
     # In fp8 each projection is stored as two tensors: values, and the scales of their blocks.
-    return fp8_table(table, PROJECTIONS, shards) if config.fp8 else table
+    table = fp8_table(table, PROJECTIONS, shards) if config.fp8 else table
+    return multimodal(table, ("vision_tower", "mm_projector")) if config.multimodal else table

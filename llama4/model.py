@@ -56,7 +56,7 @@ from common.experts import group_by_expert, num_experts
 from common.fields import Even, Index, at_most, divides
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
-from common.names import Axes, Order, Same, Table
+from common.names import Axes, Order, Same, Table, multimodal
 from common.packing import Packing, read_packing
 from common.products import embed_rows, linear
 from common.quant import Matrix, out_features
@@ -416,17 +416,10 @@ def generate(
 # ---- what a loader needs: config.json, shapes and partitions, empty states, published names
 
 
-# Keys next to text_config: the ids that begin an image, end it, and stand for it in a prompt.
-IMAGES = {f"{what}_token_{id}" for what in ("image", "boi", "eoi") for id in ("index", "id")}
-
-
 def config_from_hf(hf: dict[str, Any]) -> Config:
     """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
-    multimodal = hf.get("model_type") == "llama4"
-    text = text_config(hf, IMAGES) if multimodal else dict(hf)
-    # Refused: another activation, biases, and in a multimodal file a head that is the embedding.
-    accepted = dict(hidden_act=SILU, attention_bias=False)
-    accepted |= dict(tie_word_embeddings=False) if multimodal else {}
+    is_multimodal = hf.get("model_type") == "llama4"
+    text = text_config(hf) if is_multimodal else dict(hf)
     if type(text.get("attn_temperature_tuning")) is int and text["attn_temperature_tuning"] == 4:
         text["attn_temperature_tuning"] = True  # the first published files say 4 for true
     nothing = dict(moe_layers=lambda c: None, no_rope_layers=lambda c: ())
@@ -435,9 +428,10 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
         text,
         model_types=("llama4_text", "llama4"),
         fields_read=read_rope(Config, text, {"llama3": RopeScaling}, theta=500000.0)
-        | dict(multimodal=multimodal, packing=read_packing(hf)),
+        | dict(multimodal=is_multimodal, packing=read_packing(text)),
         if_null=dict(num_key_value_heads=all_heads, head_dim=head_dim) | nothing,
-        accepted=accepted,
+        # Refused: another activation, biases. (`text_config` refuses more in a multimodal file.)
+        accepted=dict(hidden_act=SILU, attention_bias=False),
         ignored="cache_implementation for_llm_compressor layer_types router_jitter_noise".split(),
     )
     layers = range(config.num_hidden_layers)
@@ -574,7 +568,5 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         del table[f"{at}gate_up_proj"], table[f"{at}down_proj"]
         table[f"{at}*.gate_up_proj.weight"] = "layers.*.mlp.experts.w_gate_up", fused
         table[f"{at}*.down_proj.weight"] = "layers.*.mlp.experts.w_down"
-    if not config.multimodal:
-        return table
-    table = {f"language_model.{name}": target for name, target in table.items()}
-    return table | {"vision_model.**": None, "multi_modal_projector.**": None}
+    parts = ("vision_model", "multi_modal_projector")
+    return multimodal(table, parts) if config.multimodal else table

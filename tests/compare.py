@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -48,6 +49,14 @@ def assert_close(
     ]
     assert all(within), line
     return error, relative
+
+
+def assert_trees_equal(got: Any, want: Any) -> None:
+    """Asserts that two trees have the same structure and, bit for bit, the same arrays."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert (x.dtype, x.shape) == (y.dtype, y.shape) and x.tobytes() == y.tobytes()
 
 
 def rounding(n: int) -> float:

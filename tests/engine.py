@@ -3,6 +3,7 @@ not read is NaN."""
 
 import functools
 import importlib
+import math
 import os
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from common.cache import LayerCache
 from common.kernels.dispatch import Impl
 from common.loading.checkpoint import load_weights
 from common.loading.files import read_json
+from common.loading.stored import DTYPES, open_tensors
 from common.quant import Storage
 from common.sampling import sampling_params
 from common.serving.score import logits
@@ -70,6 +72,16 @@ def model_of(family: str) -> ModuleType:
 def hf_config(family: str, variant: str) -> dict[str, Any]:
     """The parsed config.json of a fixture."""
     return read_json(FIXTURES / family / variant / "config.json")
+
+
+def tensors_of(family: str, variant: str) -> dict[str, np.ndarray]:
+    """The tensors in the files of a fixture."""
+    return {
+        name: np.fromfile(x.file, DTYPES[x.dtype], math.prod(x.shape), offset=x.offset).reshape(
+            x.shape
+        )
+        for name, x in open_tensors(FIXTURES / family / variant).items()
+    }
 
 
 @functools.cache

@@ -207,13 +207,20 @@ def greedy(model: Any, tokens: np.ndarray) -> np.ndarray | None:
 def write(directory: Path, variant: Variant) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     torch.manual_seed(variant.seed)
-    model = transformers.AutoModelForCausalLM.from_config(variant.config)
+    text = variant.config.get_text_config()
+    auto: Any = transformers.AutoModelForCausalLM
+    if text is not variant.config:
+        auto = transformers.AutoModelForImageTextToText
+    model = auto.from_config(variant.config)
     randomize(model, variant.seed)
     biases = {n: x.clone() for n, x in model.named_buffers() if n.endswith("correction_bias")}
     model.to(variant.dtype).save_pretrained(directory, max_shard_size=variant.shard)
     if biases and variant.dtype != torch.float32:  # published in float32, always
-        file = directory / "model.safetensors"
-        save_file(load_file(file) | biases, file, metadata={"format": "pt"})
+        tensors = load_file(file := directory / "model.safetensors")
+        for name, bias in biases.items():  # in a multimodal file it has another beginning
+            end = name.partition("layers")[2]
+            tensors[next(stored for stored in tensors if stored.endswith(end))] = bias
+        save_file(tensors, file, metadata={"format": "pt"})
     (directory / "generation_config.json").unlink()
     if variant.hub:
         spell_as_on_the_hub(directory)
@@ -229,15 +236,15 @@ def write(directory: Path, variant: Variant) -> None:
 
     # The goldens come from the files as they are now, in float32 whatever their dtype.
     options = dict(dtype=torch.float32, attn_implementation="eager")
-    if hasattr(variant.config, "num_experts_per_tok"):
+    if hasattr(text, "num_experts_per_tok"):
         options["experts_implementation"] = "eager"
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
+    model = auto.from_pretrained(directory, **options)
     mtp = read_mtp(directory, model) if variant.mtp else None
     rng = np.random.default_rng(variant.seed)
     golden = {}
     for n in LENGTHS:
         for _ in range(ATTEMPTS):
-            tokens = rng.integers(variant.config.vocab_size, size=n)
+            tokens = rng.integers(text.vocab_size, size=n)
             if (continuation := greedy(model, tokens)) is not None:
                 break
         else:

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors
+from compare import assert_trees_equal
 from engine import FIXTURES, ROOT, model_of
 from families import FAMILIES
 
@@ -282,12 +283,6 @@ def weights_of(tensors, model, config):
         return load_weights(directory, model, config, one_device(), "float32")
 
 
-def assert_same_numbers(got, want):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        x, y = np.asarray(x), np.asarray(y)
-        assert (x.dtype, x.shape) == (y.dtype, y.shape) and x.tobytes() == y.tobytes()
-
-
 def assert_names_it(message, damaged):
     """Asserts that the message has few short lines, and names a file or what the file holds."""
     lines = message.splitlines()
@@ -325,7 +320,7 @@ def checkpoint(family):
 @pytest.mark.parametrize("family", WEIGHTS)
 def test_the_checkpoints_are_sound(checkpoint, family):
     used = use(model_of(family), checkpoint)
-    assert_same_numbers(used.weights, weights_of(tensors_of(checkpoint), used.module, used.config))
+    assert_trees_equal(used.weights, weights_of(tensors_of(checkpoint), used.module, used.config))
 
 
 @pytest.mark.one_in(20)
@@ -342,7 +337,7 @@ def test_a_damaged_checkpoint_works_or_is_refused_by_name(checkpoint, in_time, f
     assert all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in arrays)
     if is_weights(damaged):
         tensors = tensors_of(checkpoint)
-        assert_same_numbers(used.weights, weights_of(tensors, used.module, used.config))
+        assert_trees_equal(used.weights, weights_of(tensors, used.module, used.config))
 
 
 ROLES = {

@@ -40,6 +40,25 @@ def test_a_setting_that_is_not_implemented_is_refused_by_name(name, value):
         model.config_from_hf(hf_config("kimi_k2", "fp8") | {name: value})
 
 
+def test_the_text_of_a_multimodal_config_is_read_in_every_spelling():
+    hf = hf_config("kimi_k2", "packed_k25")
+    text, packing = hf["text_config"], hf["text_config"]["quantization_config"]
+    config = model.config_from_hf(hf)
+    assert config.multimodal and model.config_from_hf(text) == config._replace(multimodal=False)
+
+    def changed(beside=None, **inside):
+        return hf | dict(quantization_config=beside, text_config=text | inside)
+
+    both, saved = changed(packing), changed(packing, quantization_config=None)
+    saved["text_config"] |= dict(model_type="deepseek_v3", head_dim=8, rope_interleave=True)
+    assert model.config_from_hf(both) == model.config_from_hf(saved) == config
+    other = changed(dict(packing, ignore=[]))
+    refused(ValueError, "which one is meant?", model.config_from_hf, other)
+    for name, value in dict(tie_word_embeddings=True, model_type="llama", n_group=2).items():
+        refused(ValueError, f"{name}={value!r}", model.config_from_hf, changed(**{name: value}))
+    refused(ValueError, "num_experts=3", model.config_from_hf, hf | dict(num_experts=3))
+
+
 # ---- the tokenizer
 
 

@@ -7,8 +7,9 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_close
-from engine import FIXTURES, empty_cache, forward, goldens, hf_config, load
+from compare import assert_close, assert_trees_equal
+from engine import FIXTURES, empty_cache, forward, goldens, hf_config, load, tensors_of
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.loading import files
@@ -92,6 +93,17 @@ def test_vision_towers_are_known_and_other_names_are_not(monkeypatch):
         load_weights(directory, model, config, make_mesh(), "float32")
 
 
+def test_files_with_a_vision_tower_may_be_quantised(tmp_path):
+    """Their quantization_config stands next to text_config, and may name modules of either."""
+    flat, tensors = hf_config("llama4", "packed_scout"), tensors_of("llama4", "packed_scout")
+    packing = dict(quantization_config=flat.pop("quantization_config"))
+    config = model.config_from_hf(dict(model_type="llama4", text_config=flat) | packing)
+    named = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named | {"vision_model.x": np.zeros(3)}, tmp_path / "model.safetensors")
+    got = load_weights(tmp_path, model, config, make_mesh(), "float32")
+    assert_trees_equal(got, load("llama4", "packed_scout").weights)
+
+
 # ---- config.json
 
 
@@ -122,7 +134,7 @@ def config_of(variant, text=None, **changes):
         ("scout", dict(text=dict(tie_word_embeddings=True)), "tie_word_embeddings=True is not"),
         ("scout", dict(text=dict(model_type="llama")), "model_type='llama' is not implemented"),
         ("scout", dict(text=dict(sliding_window=7)), "sliding_window=7 is not implemented"),
-        ("scout", dict(quantization_config=dict(quant_method="x")), "quantization_config={'quant"),
+        ("scout", dict(quantization_config=dict(quant_method="x")), "quant_method='x' is not"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(variant, changes, message):

@@ -12,9 +12,9 @@ import numpy as np
 import packings
 import pytest
 from compare import assert_close, refused
-from engine import FIXTURES, hf_config, load, model_of
+from engine import FIXTURES, hf_config, load, model_of, tensors_of
 from golden import assert_golden, assert_greedy, prompt_logits
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from test_config import ODD, attempt
 from test_families import MESHES
 
@@ -114,13 +114,6 @@ def test_random_words_mean_what_the_oracle_says(rows, columns):
     numbers[..., packings.AWQ_COLUMNS] = packings.numbers_of(words, 4)
     got = unpack(words, Words(4, 1, AWQ, 0, columns))
     np.testing.assert_array_equal(got, numbers.reshape(rows, -1) - 8)
-
-
-def tensors_of(family, variant):
-    tensors = {}
-    for file in sorted((FIXTURES / family / variant).glob("*.safetensors")):
-        tensors |= load_file(file)
-    return tensors
 
 
 FIRST = {  # the first matrix of a variant that is quantised, and its path
@@ -422,7 +415,7 @@ def everywhere(part: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.mark.parametrize("family, variant", VARIANTS)
 def test_any_value_of_any_setting_is_read_or_refused_in_one_line(family, variant):
     hf = config_of(variant, family)
-    for part, key in everywhere(hf["quantization_config"]):
+    for part, key in everywhere(hf.get("text_config", hf)["quantization_config"]):
         was = part.get(key, ABSENT)
         for value in ODD:
             part[key] = value
