@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import refused
+from compare import assert_trees_equal, refused
+from engine import load as load_fixture
+from engine import tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -210,6 +212,35 @@ def test_a_tied_head_that_repeats_the_embedding_is_dropped_and_another_is_refuse
     save_file(tensors | {"head.weight": one_number}, tmp_path / "model.safetensors")
     what = "head.weight differs from m.embed.weight, although config.json ties them"
     refused(ValueError, what, load, tmp_path, config=TIED)
+
+
+@pytest.mark.parametrize(
+    "family, variant, name",
+    [
+        ("llama3", "tied", "model.embed_tokens.weight"),
+        ("qwen3", "tied", "model.embed_tokens.weight"),
+        ("gpt2", "prefixed", "transformer.wte.weight"),
+    ],
+)
+def test_a_tied_head_that_stands_alone_is_the_embedding(tmp_path, family, variant, name):
+    tensors, want = tensors_of(family, variant), load_fixture(family, variant, "tensor=2")
+    tensors["lm_head.weight"] = tensors[name]
+    for _ in range(2):  # beside the embedding, and alone
+        save_file(tensors, tmp_path / "model.safetensors")
+        got = load(tmp_path, want.mesh, config=want.config, model=want.model)
+        assert_trees_equal(got, want.weights)
+        tensors.pop(name, None)
+
+
+@pytest.mark.parametrize("start", ["", "model."])
+def test_a_model_without_a_head_is_named_in_one_line(tmp_path, start):
+    """Qwen3-Embedding has names without `model.`, and a config.json like that of a causal model."""
+    tensors, other = tensors_of("qwen3", "moe_untied"), load_fixture("qwen3", "moe_untied")
+    del tensors["lm_head.weight"]
+    tensors = {start + x.removeprefix("model."): tensor for x, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    what = f"{tmp_path} holds no head (lm_head.weight): this is an embedding model"
+    refused(ValueError, what, load, tmp_path, config=other.config, model=other.model)
 
 
 def test_a_weight_without_a_row_in_the_table_is_named(checkpoint):
@@ -555,7 +586,7 @@ def test_of_many_that_do_not_fit_the_first_are_named(tmp_path):
     with pytest.raises(ValueError) as caught:
         load(tmp_path)
     lines = str(caught.value).splitlines()
-    assert len(lines) == MOST_LINES + 1 and lines[-1] == "and 80 more such lines"
+    assert len(lines) == MOST_LINES + 1 and lines[-1] == "and 94 more such lines"
 
 
 def test_two_stored_names_for_one_weight_are_refused(checkpoint):

@@ -8,10 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_close
+from compare import assert_close, assert_trees_equal
+from engine import hf_config, tensors_of
+from engine import load as published
+from golden import assert_golden, prompt_logits
 from safetensors.numpy import save_file
 
 from common.loading.checkpoint import load_weights
+from common.loading.files import MOST_LINES
 from common.loading.random_weights import random_weights
 from common.names import Axes
 from common.quant import INT8, Fp8, Mxfp4, Rowwise
@@ -194,3 +198,67 @@ def test_an_expert_that_is_missing_unknown_or_other_than_the_rest_is_named(messa
     with pytest.raises(ValueError) as error:
         load(tmp_path, {})
     assert message in str(error.value) and "m.0." not in str(error.value)
+
+
+# ---- other layouts of published families
+
+
+def joined(tensors):
+    """Returns the tensors as `save_pretrained(save_original_format=False)` of transformers 5 names
+    and joins them: all experts of a layer, and gate with up."""
+    found = dict(tensors)
+    for name in tensors:
+        at, first, kind = name.partition(".experts.0.")
+        if not first or kind.startswith("up"):
+            continue
+        kind, end = kind.split("_proj.weight")
+        kinds, matrices = ("gate", "up") if kind == "gate" else (kind,), []
+        while (x := f"{at}.experts.{len(matrices)}.") + f"{kind}_proj.weight{end}" in found:
+            matrices.append(np.concatenate([found.pop(f"{x}{k}_proj.weight{end}") for k in kinds]))
+        found[f"{at}.experts.{'_'.join(kinds)}_proj{end}"] = np.stack(matrices)
+    return found
+
+
+def load_joined(directory, family, variant, change=lambda x: x):
+    tensors, like = joined(tensors_of(family, variant)), published(family, variant, "expert=2")
+    assert not any(".experts.0." in name for name in tensors)
+    for name in [name for name in tensors if name.endswith("gate_up_proj")]:
+        tensors[name] = np.ascontiguousarray(change(tensors[name]))
+    save_file(tensors, directory / "model.safetensors")
+    return load_weights(directory, like.model, like.config, like.mesh, "float32")
+
+
+@pytest.mark.parametrize(
+    "family, variant",
+    [("qwen3", "moe_untied"), ("qwen3", "moe_fp8"), ("deepseek_r1", "yarn"), ("kimi_k2", "k25")],
+)
+def test_experts_that_transformers_5_joined_are_the_published_ones(family, variant, tmp_path):
+    got, want = load_joined(tmp_path, family, variant), published(family, variant, "expert=2")
+    assert_trees_equal(got, want.weights)
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: x[:, :-2], lambda x: x[:, :-1]])
+def test_joined_experts_of_another_shape_are_refused(change, tmp_path):
+    with pytest.raises(ValueError, match=r"experts\.\d+\.(gate|up)_proj\.weight") as error:
+        load_joined(tmp_path, "qwen3", "moe_untied", change)
+    assert len(str(error.value).splitlines()) <= MOST_LINES + 1
+
+
+def test_gpt_oss_with_dequantised_experts_has_the_numbers_of_its_4_bits(tmp_path):
+    """As transformers saves a model that was loaded with Mxfp4Config(dequantize=True)."""
+    tensors, engine = tensors_of("gpt_oss", "mxfp4"), published("gpt_oss", "mxfp4")
+    codes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    for name in [x.removesuffix("_blocks") for x in tensors if x.endswith("_blocks")]:
+        blocks, exponents = (tensors.pop(f"{name}_{x}") for x in ("blocks", "scales"))
+        numbers = codes[np.stack([blocks & 15, blocks >> 4], axis=-1)]  # [E, out, groups, 16, 2]
+        numbers = np.ldexp(numbers, exponents.astype(int)[..., None, None] - 127)
+        tensors[name] = (
+            numbers.reshape(*blocks.shape[:2], -1).swapaxes(1, 2).astype(BF16, order="C")
+        )
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = engine.model.config_from_hf(
+        hf_config("gpt_oss", "mxfp4") | dict(quantization_config=None)
+    )
+    weights = load_weights(tmp_path, engine.model, config, engine.mesh, "float32")
+    plain = engine._replace(config=config, weights=weights)
+    assert_golden(prompt_logits(plain), plain, atol=1e-4)

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from common.kernels.ragged_dot import row_major
 from common.loading.converting import convert
-from common.loading.matching import Source, assign
+from common.loading.matching import Source, assign, by_expert
 from common.loading.packed import declare, unpacked
 from common.loading.reading import Part, limits_of, read_tensor
 from common.loading.stored import FLOATS, open_tensors
@@ -101,7 +101,8 @@ def load_weights(
     the first tensor that holds NaN or infinity, unless `allow_nonfinite`.
     """
     layout, table = declare(model, config, model_shards(mesh))
-    tensors = unpacked(open_tensors(directory), table, getattr(config, "packing", None))
+    tensors = by_expert(open_tensors(directory), table)
+    tensors = unpacked(tensors, table, getattr(config, "packing", None))
     sources = assign(tensors, table, by_path(stored_layout(declare(model, config)[0])))
     on_cpu = mesh.devices.flat[0].platform == "cpu"  # where int4 would take a byte anyway
     arrays = by_path(stored_layout(layout)).items()

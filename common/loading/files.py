@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
-MOST_LINES = 20  # in one error message
+MOST_LINES = 6  # in one error message
 
 
 def first_line(error: BaseException) -> str:

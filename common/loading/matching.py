@@ -5,7 +5,8 @@ is read: that of tensors that should repeat a weight, or hold known numbers.
 """
 
 import math
-from typing import NamedTuple
+import re
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,6 +74,27 @@ def row_of(path: str, rows: dict[str, tuple[str, Transform]]) -> tuple[str, Tran
     return fill(name, numbers), transform
 
 
+def by_expert(tensors: Tensors, table: Table) -> Tensors:
+    """Cuts tensors of all experts, [E, 2 * F, D] with gate before up and [E, D, F], as transformers
+    5 may save them, into those of one expert each, if the table has rows for these."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj(|_scale_inv)", name)
+        if match is None or len(tensor.shape) != 3 or tensor.dtype not in DTYPES:
+            continue
+        at, kinds, end = match.groups()
+        kinds = [f"{kind}_proj.weight{end}" for kind in kinds.split("_")]
+        parts = [f"{at}.{e}.{kind}" for e in range(tensor.shape[0]) for kind in kinds]
+        if not parts or target_of(parts[0], table)[0] == "" or found.keys() & parts:
+            continue
+        shape = (math.prod(tensor.shape[:2]) // len(parts), tensor.shape[2])
+        size = math.prod(shape) * DTYPES[tensor.dtype].itemsize
+        for i, part in enumerate(parts):
+            found[part] = tensor._replace(name=part, shape=shape, offset=tensor.offset + i * size)
+        del found[name]
+    return found
+
+
 def assign(tensors: Tensors, table: Table, arrays: dict[str, Weight]) -> dict[str, Source]:
     """Returns the source of each array. ValueError names everything that is wrong, one problem a
     line, up to a number of lines."""
@@ -80,6 +102,8 @@ def assign(tensors: Tensors, table: Table, arrays: dict[str, Weight]) -> dict[st
     wrong, checked = list[str](), list[tuple[StoredTensor, Same | Holds]]()
     for name, tensor in tensors.items():
         target, numbers = target_of(name, table)
+        if isinstance(target, Same) and target.path not in map(table.get, table.keys() & tensors):
+            target = target.path  # nothing to repeat: the files hold this one alone
         if isinstance(target, Same | Holds):
             checked.append((tensor, target))
         if isinstance(target, Dropped) and target.beside not in tensors:
@@ -111,8 +135,17 @@ def assign(tensors: Tensors, table: Table, arrays: dict[str, Weight]) -> dict[st
         problem_of = ((x, differs(x, target, sources)) for x, target in checked)
         wrong = [f"{x.file.name}: {x.name} {problem}" for x, problem in problem_of if problem]
     if wrong:
-        raise ValueError(first_lines(wrong))
+        raise ValueError(without_head(tensors, table, found) or first_lines(wrong))
     return sources
+
+
+def without_head(tensors: Tensors, table: Table, found: dict[str, Any]) -> str | None:
+    """Says so if there is no head, which may also change how all names begin."""
+    bare = not any(found.values()) and any(target_of(f"model.{x}", table)[0] for x in tensors)
+    if not bare and [path for path, stored in found.items() if not stored] != ["head"]:
+        return None
+    what = "this is an embedding model, or config.json should say tie_word_embeddings=true"
+    return f"{next(iter(tensors.values())).file.parent} holds no head (lm_head.weight): {what}"
 
 
 def fit(
