@@ -42,7 +42,7 @@ def test_one_call_downloads_what_is_read_and_nothing_else(downloads):
     assert repo == "org/some.model-1" and options.pop("revision") == "v1"
     wanted = """
         config.json generation_config.json tokenizer.json tokenizer_config.json vocab.json
-        special_tokens_map.json chat_template.jinja merges.txt tiktoken.model
+        special_tokens_map.json chat_template.jinja merges.txt tiktoken.model hf_quant_config.json
         model.safetensors model-00001-of-00002.safetensors model.safetensors.index.json
     """.split()
     others = """
@@ -112,3 +112,27 @@ def test_a_family_that_ships_no_model_asks_for_a_checkpoint(tmp_path):
     family.__file__, family.__package__ = str(tmp_path / "model.py"), "mine"
     with pytest.raises(ValueError, match=r"^mine ships no model: give a checkpoint \(--ckpt\)$"):
         read_shape(family, None)
+
+
+OTHER_LAYOUTS = {
+    "original/consolidated.00.pth": "original is for its authors' own code",
+    "consolidated.00.pth": "consolidated.00.pth is for its authors' own code",
+    "dtypes.json": "dtypes.json is for its authors' own code",
+    "hf_quant_config.json": "NVIDIA's ModelOpt quantised these weights",
+    "config.json": "MLX quantised these weights",
+}
+
+
+@pytest.mark.parametrize("file", OTHER_LAYOUTS)
+def test_files_that_are_not_made_for_transformers_are_named_in_one_line(tmp_path, file):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text('{"quantization": {"group_size": 64, "bits": 4}}')
+    what = f"{tmp_path}: {OTHER_LAYOUTS[file]}"
+    told = refused(ValueError, what, read_shape, None, str(tmp_path))
+    assert told.endswith(", which is not read; give the model's plain files for transformers")
+
+
+def test_other_layouts_next_to_files_for_transformers_change_nothing(tmp_path):
+    (tmp_path / "original").mkdir()
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert read_shape(None, str(tmp_path)) == ({"model_type": "llama"}, tmp_path)

@@ -12,7 +12,7 @@ from common.loading.files import first_line
 FILES = [
     *("config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
-    *("vocab.json", "merges.txt", "tiktoken.model"),
+    *("vocab.json", "merges.txt", "tiktoken.model", "hf_quant_config.json"),
 ]
 OTHER_LAYOUTS = ["*/*", "consolidated*"]  # the same weights, named as in the authors' own code
 

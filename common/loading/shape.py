@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from common.loading.files import read_json
+from common.loading.files import is_there, read_json, read_json_if_there
 from common.loading.hub import FILES, locate
 from common.loading.stored import open_tensors
 
@@ -68,7 +68,22 @@ def read_shape(
             names = ", ".join(sizes)
             raise ValueError(f"{ckpt!r} is neither a config.json, a directory, nor one of {names}")
     directory = locate(ckpt, revision, ["config.json"] if config_only else FILES)
+    refuse_other_layouts(directory)
     return read_json(directory / "config.json"), directory
+
+
+def refuse_other_layouts(directory: Path) -> None:
+    """ValueError names files that are not made for transformers, by what only they have."""
+    hf = read_json_if_there(directory / "config.json")
+    own = [x for name in ("original", "consolidated*", "dtypes.json") for x in directory.glob(name)]
+    what = f"{own[0].name} is for its authors' own code" if own and "model_type" not in hf else ""
+    if hf.get("quantization") is not None:
+        what = "MLX quantised these weights (quantization in config.json)"
+    if is_there(directory / "hf_quant_config.json"):
+        what = "NVIDIA's ModelOpt quantised these weights (hf_quant_config.json)"
+    if what:
+        instead = "give the model's plain files for transformers"
+        raise ValueError(f"{directory}: {what}, which is not read; {instead}")
 
 
 def model_dtype(hf: dict[str, Any], directory: Path | None, asked: DTypeLike | None) -> jnp.dtype:

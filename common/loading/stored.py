@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from common.loading.files import first_lines, is_there, read_json
+from common.loading.files import is_there, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Dtypes = dict[str, np.dtype]  # by the name that a file has for each
@@ -57,10 +57,11 @@ def open_tensors(directory: str | Path) -> Tensors:
     if is_there(directory / SINGLE):
         return read_header(directory / SINGLE)
     files = sorted(directory.glob("*.safetensors"))
+    files = [f for f in files if not f.name.startswith("consolidated")]  # for the authors' own code
     if not files:
         pickles = sorted(f.name for f in directory.glob("*") if f.suffix in (".bin", ".pth", ".pt"))
-        only = f", only {pickles[0]}: pickles can run code and are never opened" if pickles else ""
-        raise FileNotFoundError(f"{directory} has no *.safetensors{only}")
+        only = f", only {pickles[0]} (pickles can run code and are never opened)" if pickles else ""
+        raise FileNotFoundError(f"{directory} has no model*.safetensors{only}; download these")
     tensors: Tensors = {}
     for file in files:
         for name, tensor in read_header(file).items():
@@ -94,21 +95,16 @@ def _indexed_or_single(directory: Path) -> Tensors:
 
 def _open_indexed(directory: Path, files: dict[str, str]) -> Tensors:
     example = {file: name for name, file in files.items()}
-    missing = [
-        f"{directory / file} is missing; {INDEX} says it holds {name}"
-        for file, name in example.items()
-        if not (directory / file).exists()
-    ]
+    missing = [file for file in example if not (directory / file).exists()]
     if missing:
-        raise FileNotFoundError(first_lines(missing))
+        more = f", like {len(missing) - 1} other files" * (len(missing) > 1)
+        what = f"is missing{more}; {INDEX} says it holds {example[missing[0]]}"
+        raise FileNotFoundError(f"{directory / missing[0]} {what}")
     headers = {file: read_header(directory / file) for file in example}
-    absent = [
-        f"{directory / file} lacks {name}, which {INDEX} says it holds"
-        for name, file in files.items()
-        if name not in headers[file]
-    ]
-    if absent:
-        raise ValueError(first_lines(absent))
+    for name, file in files.items():
+        if name not in headers[file]:
+            what = f"lacks {name}, which {INDEX} says it holds; download both again"
+            raise ValueError(f"{directory / file} {what}")
     return {name: headers[file][name] for name, file in files.items()}
 
 

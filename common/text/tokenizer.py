@@ -130,8 +130,10 @@ def _parse(files: Path | str, read: Callable[[], Any]) -> Any:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
-        what = " ".join(str(error).split())[:300]
-        raise ValueError(f"{files}: {what}; download it again") from error
+        what, advice = " ".join(str(error).split())[:300], "download it again"
+        if re.search("did not match any variant|[Uu]nknown", what):  # parts that it does not know
+            advice = f"it may need a newer tokenizers than {tokenizers.__version__}: update that"
+        raise ValueError(f"{files}: {what}; {advice}") from error
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
