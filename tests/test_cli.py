@@ -237,7 +237,7 @@ def test_help_names_every_option_and_gives_examples(capsys):
     options = "ckpt revision prompt prompts chat system raw max-new-tokens temperature top-k top-p"
     options += (
         " min-p seed max-len slots dtype quant kv-quant mesh random json profile"
-        " distributed coordinator process"
+        " distributed coordinator process adapter"
     )
     assert all(f"--{name}" in text for name in options.split())
     assert "examples:" in text

@@ -36,7 +36,7 @@ NOT_WITH = dict(
     ),
     dry_run=(
         *("chat", "prompt", "prompts", "system", "stop", "serve", "profile", "distributed"),
-        *("keep", "keep_host", "show_analysis", "allow_nonfinite", "seed", *SAMPLING),
+        *("adapter", "keep", "keep_host", "show_analysis", "allow_nonfinite", "seed", *SAMPLING),
     ),
 )
 
@@ -113,6 +113,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     count = partial(number, int)
     add = ap.add_argument_group("model").add_argument
     add("--ckpt", help="directory or Hugging Face hub id (default: the bundled demo model)")
+    add("--adapter", metavar="DIR_OR_HUB_ID", help="a LoRA adapter to merge into the model")
     add("--revision", metavar="R", help="branch, tag or commit of the hub repository")
     add("--dtype", choices=["float32", "bfloat16"], help="of activations and plain weights")
     forms = "{int8,int4,int4:GROUP}"

@@ -29,7 +29,8 @@ from common.command.converse import (
 from common.command.environment import configure_jax
 from common.command.memory import check_memory
 from common.loading.checkpoint import progress_bar
-from common.loading.files import first_line
+from common.loading.files import first_line, is_there
+from common.loading.hub import ADAPTER
 from common.machines.bandwidth import experts_read, parallel_readers, read_bandwidth, step_bytes
 from common.machines.hosts import Facts, Rank, agree, facts_of, find_rank, join
 from common.serving.load import Model, check_fits, open_model, read_weights
@@ -59,6 +60,7 @@ def open_from(module: ModuleType, args: argparse.Namespace, prompts: int) -> Mod
         quant=args.quant,
         kv_quant=args.kv_quant,
         random=args.random,
+        adapter=args.adapter,
         slots=args.slots or min(prompts, 8),
         capacity=args.max_len or 2048,
     )
@@ -254,6 +256,8 @@ def run(
             raise ValueError(f"--serve needs pip install -e '.[serve]' ({error})") from None
         listener = open_listener(args)
     model = open_from(module, args, len(prompts) or (8 if args.serve else 1))
+    if args.adapter is None and model.directory and is_there(model.directory / ADAPTER):
+        sys.stderr.write(f"[{ADAPTER} in {model.directory} is not used: see --adapter]\n")
     tok = None if args.raw else model.tokenizer
     if args.show_analysis and not (tok and tok.chat_template and speaks_harmony(tok)):
         raise ValueError("--show-analysis: no channels in this model's answers, or --raw was given")

@@ -30,7 +30,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if not prompts and not args.prompts and not sys.stdin.isatty():
         text = read_utf8(sys.stdin, "standard input").removeprefix("\ufeff")
         prompts = [text] if text.strip() else []
-    if not prompts and not args.prompts and args.ckpt is None:
+    if not prompts and not args.prompts and args.ckpt is args.adapter is None:
         prompts = ["ACT I.\n\n"]
     if not prompts:
         raise ValueError(

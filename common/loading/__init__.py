@@ -2,8 +2,8 @@
 repository. `shape` finds its config.json, or that of a published size, and `files` reads small
 files. `stored` lists the tensors of safetensors files, `matching` decides which stored tensor
 becomes which weight, and `reading` reads tensors and checks their numbers. `packed` knows what
-quantised files hold. `converting` quantises matrices that were loaded. `checkpoint` puts all of
-this together. `random_weights` makes weights without a checkpoint.
+quantised files hold, and `adapter` what a LoRA adapter adds. `converting` quantises matrices that
+were loaded. `checkpoint` puts this together. `random_weights` makes weights without a checkpoint.
 
 Imports the words of the model files. To start, read `load_weights` in `checkpoint.py`.
 """

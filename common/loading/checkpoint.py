@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from common.kernels.ragged_dot import row_major
+from common.loading.adapter import adapted
 from common.loading.converting import convert
 from common.loading.matching import Source, assign, by_expert
 from common.loading.packed import declare, unpacked
@@ -93,6 +94,7 @@ def load_weights(
     storage: Storage | None = None,
     progress: Progress | None = None,
     allow_nonfinite: bool = False,
+    adapter: Path | None = None,
 ) -> Any:
     """Loads the weights in `directory` onto `mesh`, laid out as the model file declares them. The
     matrices get `storage`; other weights get `dtype`, unless they declare a dtype of their own.
@@ -102,6 +104,7 @@ def load_weights(
     """
     layout, table = declare(model, config, model_shards(mesh))
     tensors = by_expert(open_tensors(directory), table)
+    tensors = tensors if adapter is None else adapted(tensors, table, adapter)
     tensors = unpacked(tensors, table, getattr(config, "packing", None))
     sources = assign(tensors, table, by_path(stored_layout(declare(model, config)[0])))
     on_cpu = mesh.devices.flat[0].platform == "cpu"  # where int4 would take a byte anyway

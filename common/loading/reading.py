@@ -156,6 +156,9 @@ def read_rows(file: Any, tensor: StoredTensor, start: int, out: np.ndarray) -> N
     """Fills `out` with rows of a tensor, from `start` on."""
     if (words := tensor.words) is None:
         read_into(file, tensor.offset + start * (out.nbytes // len(out)), out)
+        if tensor.added is not None:
+            with np.errstate(all="ignore"):  # `check_finite` comes later
+                np.add(out, tensor.added(start, start + len(out)), out=out, casting="unsafe")
         return
     per_word = len(words.places) if words.axis == 0 else 1  # rows
     first, last = start // per_word, -(-(start + len(out)) // per_word)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from common.loading.files import is_there, read_json, read_json_if_there
-from common.loading.hub import FILES, locate
+from common.loading.hub import ADAPTER, FILES, locate
 from common.loading.stored import open_tensors
 
 
@@ -67,7 +67,9 @@ def read_shape(
         if "/" not in ckpt and not Path(ckpt).is_dir():
             names = ", ".join(sizes)
             raise ValueError(f"{ckpt!r} is neither a config.json, a directory, nor one of {names}")
-    directory = locate(ckpt, revision, ["config.json"] if config_only else FILES)
+    directory = locate(ckpt, revision, ["config.json", ADAPTER] if config_only else FILES)
+    if is_there(directory / ADAPTER) and not is_there(directory / "config.json"):
+        raise ValueError(f"{ckpt} is an adapter: give it as --adapter, its base model as --ckpt")
     refuse_other_layouts(directory)
     return read_json(directory / "config.json"), directory
 

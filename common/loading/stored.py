@@ -3,7 +3,7 @@
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +41,7 @@ class StoredTensor(NamedTuple):
     offset: int  # bytes from the start of the file
     words: Words | None = None  # if integers are packed; shape and dtype (I8) are of the integers
     parts: "tuple[StoredTensor, ...]" = ()  # the tensors in the files, if its rows are in several
+    added: Any = None  # what an adapter adds to its rows: a function of the first and the last
 
 
 Tensors = dict[str, StoredTensor]  # by published name

@@ -20,6 +20,7 @@ import jax
 # public name, and `jax.distributed` does not tell which processes it finds.
 from jax._src import clusters, distributed
 
+from common.loading.adapter import open_adapter
 from common.loading.files import first_line
 from common.loading.hub import is_of_checkpoint
 from common.loading.shape import folder, read_shape
@@ -27,7 +28,7 @@ from common.loading.shape import folder, read_shape
 DEAD_S, ALONE_S = 30, 20  # so long after one has died, or ended alone, the service ends all
 REMEMBERED = 10_000  # messages of `share` that are kept
 # Options that may differ between processes. The API key is a secret of process 0.
-OWN = {"ckpt", "prompts", "profile", "distributed", "coordinator", "process", "api_key"}
+OWN = {"ckpt", "adapter", "prompts", "profile", "distributed", "coordinator", "process", "api_key"}
 Facts = dict[str, str]  # what must be the same in all processes, by name
 service: Any = distributed.global_state
 
@@ -117,9 +118,11 @@ def facts_of(module: ModuleType, args: argparse.Namespace) -> Facts:
     facts["the library's code"] = digest(b"".join(file.read_bytes() for file in sorted(code)))
     options = {name: str(value) for name, value in vars(args).items() if name not in OWN}
     facts |= {f"--{name.replace('_', '-')}": value for name, value in options.items()}
-    hf, directory = read_shape(module, args.ckpt, args.revision, args.random)
+    adapter, ckpt, revision = open_adapter(args.adapter, args.ckpt, args.revision)
+    hf, directory = read_shape(module, ckpt, revision, args.random)
     facts["config.json"] = digest(json.dumps(hf, sort_keys=True).encode())
-    for file in filter(is_of_checkpoint, directory.iterdir() if directory else ()):
+    files = (file for x in (directory, adapter) if x for file in x.iterdir())
+    for file in filter(is_of_checkpoint, files):
         size = f"{file.stat().st_size} bytes"
         facts[file.name] = size if file.suffix == ".safetensors" else digest(file.read_bytes())
     return facts

@@ -389,7 +389,7 @@ def key_of(args: argparse.Namespace) -> str | None:
 def serve_http(session: Session, args: argparse.Namespace, listener: socket.socket) -> None:
     """Serves until SIGTERM or Ctrl-C, then ends what runs within --grace seconds."""
     desk, names = Desk(session, args), names_of(listener, args.serve)
-    ckpt = str(args.ckpt or session.model.module.__package__)
+    ckpt = str(args.adapter or args.ckpt or session.model.module.__package__)
     name = Path(ckpt).resolve().name if Path(ckpt).is_dir() else ckpt
     key, origins = key_of(args), args.allow_origin
     guard = Middleware(Guard, names=names, origins=origins, key=key)

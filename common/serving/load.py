@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from common.kernels.dispatch import AUTO, Impl
+from common.loading.adapter import open_adapter
 from common.loading.checkpoint import Progress, load_weights, rows_together
 from common.loading.packed import declare
 from common.loading.random_weights import random_weights
@@ -37,6 +38,7 @@ class Model(NamedTuple):
     dtype: jnp.dtype  # of activations, and of weights that are not quantised
     storage: Storage | None  # chosen for the matrices; None: as published
     directory: Path | None  # None for random weights
+    adapter: Path | None = None  # to be merged into the weights
 
     @property
     def on_cpu(self) -> bool:
@@ -71,6 +73,7 @@ def open_model(
     quant: str | None = None,
     kv_quant: str | None = None,
     random: bool = False,
+    adapter: str | None = None,
     slots: int = 8,
     capacity: int = 2048,
 ) -> Model:
@@ -78,16 +81,21 @@ def open_model(
 
     Args:
       module: the model file, such as `llama3.model`.
-      ckpt: a directory or a hub id; by default, the model in the family's folder. With `random`, it
-        may also be a lone config.json, or the name of a published size.
+      ckpt: a directory or a hub id; by default, the base model that the adapter names, or the model
+        in the family's folder. With `random`, it may also be a lone config.json, or the name of a
+        published size.
       revision: branch, tag or commit of a hub repository.
       mesh: see `make_mesh`; by default, `common.machines.mesh_choice` picks one over all devices.
       dtype: float32 or bfloat16; by default, that of the checkpoint.
       quant: "int8" or "int4" quantises the matrices as they are read: see `storage_named`.
       random: makes random weights instead of reading stored ones.
+      adapter: a LoRA adapter, as a directory or a hub id, to be merged into the weights.
       slots, capacity, kv_quant: the load for which a mesh is picked: prompts at once, positions of
         each, and the form of the cache, see `cache_dtype`.
     """
+    if random and adapter is not None:
+        raise ValueError("--adapter does not go with --random")
+    merged, ckpt, revision = open_adapter(adapter, ckpt, revision)
     hf, directory = read_shape(module, ckpt, revision, random)
     config = read_model_config(module, hf)
     weights_at = None if random else directory
@@ -102,7 +110,7 @@ def open_model(
     shards = model_shards(mesh)
     check_divides(declare(module, config, shards)[0], shards)
     tokenizer = None if directory is None else load_tokenizer(directory)
-    return Model(module, config, mesh, None, tokenizer, kind, storage, weights_at)
+    return Model(module, config, mesh, None, tokenizer, kind, storage, weights_at, merged)
 
 
 def storage_of(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> Storage | None:
@@ -151,5 +159,6 @@ def read_weights(
         weights = random_weights(layout, mesh, model.dtype, seed, storage)
         return model._replace(weights=jax.block_until_ready(rows_together(weights)))
     options: Any = dict(storage=storage, progress=progress, allow_nonfinite=allow_nonfinite)
-    weights = load_weights(model.directory, module, config, mesh, model.dtype, **options)
+    where = model.directory, module, config, mesh, model.dtype
+    weights = load_weights(*where, adapter=model.adapter, **options)
     return model._replace(weights=weights)
