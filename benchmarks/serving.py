@@ -27,7 +27,7 @@ from common.command.environment import configure_jax
 from common.serving.load import Model, load
 from common.serving.serve import cancel, is_busy, serve, step, submit
 from common.serving.session import Request, Session, Stats, start_session
-from common.text.tokenizer import encode_chat
+from common.text.chat import encode_chat
 
 SHARED, OWN = 4096, 64
 USERS, TURNS, QUESTION, ANSWER = 16, 8, 48, 24

@@ -327,7 +327,7 @@ def read_rope(
     `rope_scaling` (None, or a NamedTuple of its settings) and `partial_rotary_factor`.
 
     Two layouts are read: `rope_theta` beside `rope_scaling` at the top level, or all of it in
-    `rope_parameters`. If there is a `rope_scaling`, it is used in place of `rope_parameters`.
+    `rope_parameters`. If both objects are there, they must say the same.
 
     Args:
       scalings: the NamedTuple of each type of scaling that is implemented, by name.
@@ -340,6 +340,9 @@ def read_rope(
     settings = default if hf.get(where) is None else hf[where]
     if not isinstance(settings, Mapping):
         raise ValueError(f"config.json: {where}={show(settings)} must be an object")
+    newer, told = hf.get("rope_parameters") or {}, {**hf, **settings}
+    if not isinstance(newer, Mapping) or any(newer[key] != told.get(key) for key in newer):
+        raise ValueError("config.json: rope_parameters differs from rope_scaling; which is meant?")
     where += "."
     fields: dict[str, Any] = {}
     for field, missing_value in dict(rope_theta=theta, partial_rotary_factor=rotated).items():

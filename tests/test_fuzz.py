@@ -28,7 +28,8 @@ from common.loading.files import MOST_LINES
 from common.loading.stored import INDEX, SINGLE
 from common.serving.load import open_model, read_weights
 from common.sharding import make_mesh
-from common.text.tokenizer import decode, encode, encode_chat
+from common.text.chat import encode_chat
+from common.text.tokenizer import decode, encode
 
 CASES = 286  # per family
 LIMIT_S = 5  # no case takes a second, but the machine may be busy

@@ -36,7 +36,7 @@ def tok():
     ids = {x: backend.token_to_id(x) for x in SPECIAL}
     stop = frozenset([ids["<|return|>"]])
     return Tokenizer(
-        backend, TEMPLATE, {}, frozenset(ids.values()), (), stop, frozenset(), None, 300
+        backend, TEMPLATE, {}, frozenset(ids.values()), (), None, stop, frozenset(), None, 300
     )
 
 
@@ -48,7 +48,9 @@ def events(tok, text, *argv):
     """What a session says of a reply that has this text."""
     ids, session = encode(tok, text), SimpleNamespace(model=SimpleNamespace(tokenizer=tok))
     session.capacity = 1000
-    request = converse.make_request(options(*argv), tok, [0], 0)._replace(max_new_tokens=len(ids))
+    request = converse.make_request(
+        SimpleNamespace(tokenizer=tok, sampling={}), options(*argv), [0], 0
+    )._replace(max_new_tokens=len(ids))
     speech = start_speech(tok, [0], request.is_chat, request.stop)
     work = Work(0, request, [0], speech)
     for token in ids:
@@ -127,7 +129,8 @@ def test_a_conversation_remembers_answers_alone(tok, monkeypatch):
     monkeypatch.setattr(converse, "serve", scripted)
     monkeypatch.setattr(converse, "write", written.append)
     monkeypatch.setattr("sys.stdin", io.StringIO("2 + 2?\nSure?\n"))
-    session = SimpleNamespace(model=SimpleNamespace(tokenizer=tok), capacity=1000)
+    model = SimpleNamespace(tokenizer=tok, sampling={})
+    session = SimpleNamespace(model=model, capacity=1000)
     converse.converse(session, options("--chat", "--show-analysis"))
     turn = "<|start|>user<|message|>{}<|end|>"
     first = turn.format("2 + 2?")

@@ -17,7 +17,8 @@ from common.loading.checkpoint import load_weights
 from common.loading.stored import open_tensors
 from common.quant import INT8, Rowwise
 from common.sharding import Shards, make_mesh
-from common.text.tokenizer import encode, encode_chat, load_tokenizer, render_chat
+from common.text.chat import encode_chat, render_chat
+from common.text.tokenizer import encode, load_tokenizer
 from common.weights import by_path, check_divides
 from llama4 import model
 from llama4.shapes import SHAPES

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders
 
 import common.text.tokenizer as tk
-from common.text import template
+from common.text import chat, template
 
 FIXTURES = Path(__file__).parent / "fixtures" / "tokenizer"
 CHAT = json.loads((FIXTURES / "chat.json").read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def test_ids_and_texts_of_raw_prompts_equal_those_of_transformers(name):
 
 
 def test_ids_of_a_conversation_equal_those_of_transformers():
-    ids = tk.encode_chat(LLAMA3, IDS["chat"]["messages"], date_string="1 Jan 2000")
+    ids = chat.encode_chat(LLAMA3, IDS["chat"]["messages"], date_string="1 Jan 2000")
     assert ids == IDS["chat"]["ids"]
 
 
@@ -101,7 +101,7 @@ def test_a_prompt_has_one_bos_whether_or_not_it_spells_it_out(tok):
 
 
 def test_a_conversation_has_one_bos():
-    assert tk.encode_chat(LLAMA3, USER).count(LLAMA3.bos_id) == 1
+    assert chat.encode_chat(LLAMA3, USER).count(LLAMA3.bos_id) == 1
 
 
 def test_bos_is_added_where_only_the_config_asks_for_it(tmp_path):
@@ -148,7 +148,7 @@ def test_special_tokens_may_be_named_in_their_own_file(checkpoint):
     checkpoint("tokenizer_config.json", {"eos_token": "<|eot_id|>"})
     names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
     tok = tk.load_tokenizer(checkpoint("special_tokens_map.json", names))
-    assert tok.special_tokens == {**names, "eos_token": "<|eot_id|>"}
+    assert tok.special_tokens == names  # as transformers has it, the other file is older
 
 
 def test_stop_ids_may_come_from_one_file_alone():
@@ -158,7 +158,8 @@ def test_stop_ids_may_come_from_one_file_alone():
 
 def test_bos_falls_back_to_the_model_config():
     assert GPT2.bos_id == GPT2.backend.token_to_id("<|endoftext|>")
-    assert GPT2.special_tokens == {}
+    names = ("bos_token", "eos_token", "unk_token")
+    assert GPT2.special_tokens == dict.fromkeys(names, "<|endoftext|>")
 
 
 def test_the_end_of_text_of_gpt2_files_is_special():
@@ -186,24 +187,26 @@ def test_a_rendered_conversation_equals_that_of_transformers(case, monkeypatch):
     tok = LLAMA3._replace(
         chat_template=CHAT["templates"][case["template"]], special_tokens=CHAT["special_tokens"]
     )
-    text = tk.render_chat(tok, case["messages"], case["add_generation_prompt"], **case["variables"])
+    text = chat.render_chat(
+        tok, case["messages"], case["add_generation_prompt"], **case["variables"]
+    )
     assert text == case["expected"]
 
 
 def test_a_template_file_wins_over_the_config(checkpoint):
     tok = tk.load_tokenizer(checkpoint("chat_template.jinja", "from the file {{ eos_token }}"))
-    assert tk.render_chat(tok, USER) == "from the file <|eot_id|>"
+    assert chat.render_chat(tok, USER) == "from the file <|eot_id|>"
 
 
 def test_of_several_templates_the_default_is_taken(checkpoint):
     named = [{"name": "tool_use", "template": "wrong"}, {"name": "default", "template": "right"}]
     tok = tk.load_tokenizer(checkpoint("tokenizer_config.json", {"chat_template": named}))
-    assert tk.render_chat(tok, USER) == "right"
+    assert chat.render_chat(tok, USER) == "right"
 
 
 def test_a_checkpoint_without_a_template_says_so():
     assert LLAMA2.chat_template is None
-    refused(ValueError, "no chat template", tk.render_chat, LLAMA2, USER)
+    refused(ValueError, "no chat template", chat.render_chat, LLAMA2, USER)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_a_checkpoint_without_a_template_says_so():
 )
 def test_a_failing_template_is_a_value_error_of_one_line(template, message):
     told = f"chat template: {message}"
-    refused(ValueError, told, tk.render_chat, with_template(template), USER)
+    refused(ValueError, told, chat.render_chat, with_template(template), USER)
 
 
 @pytest.mark.parametrize(
@@ -236,15 +239,15 @@ def test_a_failing_template_is_a_value_error_of_one_line(template, message):
 )
 def test_a_template_without_end_is_refused_and_the_next_one_renders(source, message):
     with pytest.raises(ValueError, match=f"chat template: .*{message}") as error:
-        tk.render_chat(with_template(source), USER)
+        chat.render_chat(with_template(source), USER)
     assert one_line(error) and len(str(error.value)) < 600
-    assert tk.render_chat(with_template("{{ messages[0].content }}"), USER) == "hi"
+    assert chat.render_chat(with_template("{{ messages[0].content }}"), USER) == "hi"
 
 
 @pytest.mark.parametrize("messages", [[], ["hi"], "hi"])
 def test_what_is_not_a_conversation_is_refused(messages):
     with pytest.raises(ValueError, match="a conversation is"):
-        tk.render_chat(with_template("{{ messages }}"), messages)
+        chat.encode_chat(with_template("{{ messages }}"), messages)
 
 
 # Bad files
@@ -441,12 +444,13 @@ def test_a_role_that_is_typed_is_text(family):
     typed = with_roles(family, "obey me")
     for role in ("user", "system"):
         got, plain = (
-            tk.encode_chat(tok, [{"role": role, "content": text}]) for text in (typed, "hi obey me")
+            chat.encode_chat(tok, [{"role": role, "content": text}])
+            for text in (typed, "hi obey me")
         )
         assert [i for i in got if i in ids] == [i for i in plain if i in ids] != []
         assert typed in tk.decode(tok, got, keep_special=True)
     # A careless reader would encode the rendered text, with the typed control tokens:
-    rendered = tk.render_chat(tok, [{"role": "user", "content": typed}])
+    rendered = chat.render_chat(tok, [{"role": "user", "content": typed}])
     assert sum(i in ids for i in tok.backend.encode(rendered).ids) > sum(i in ids for i in plain)
 
 
@@ -454,9 +458,9 @@ def test_a_role_that_is_typed_is_text(family):
 def test_what_holds_no_control_token_is_encoded_as_one_text(family):
     _, tok = chat_tokenizer(family)
     conversation = [{"role": "user", "content": "1 < 2, <|im, \ue000 and <b>"}]
-    text = tk.render_chat(tok, conversation)
+    text = chat.render_chat(tok, conversation)
     whole = tok.backend.encode(text, add_special_tokens=False).ids
-    assert tk.encode_chat(tok, conversation) == whole
+    assert chat.encode_chat(tok, conversation) == whole
 
 
 def test_halves_of_control_tokens_do_not_meet():
@@ -466,7 +470,7 @@ def test_halves_of_control_tokens_do_not_meet():
     content = "<|im_<|im_end|>end|>" * 2
     parts = [{"type": "text", "text": content}]
     tok = tok._replace(chat_template=tok.chat_template.replace("m.content", "m.content[0].text"))
-    assert tk.encode_chat(tok, [{"role": "user", "content": parts}]).count(end) == 1
+    assert chat.encode_chat(tok, [{"role": "user", "content": parts}]).count(end) == 1
     assert parts == [{"type": "text", "text": content}]
 
 
@@ -475,14 +479,15 @@ def test_no_space_comes_into_a_control_token_that_is_typed(typed):
     """The tokenizer of Llama 2 puts a space before each text that it encodes."""
     tok = tk.load_tokenizer(FIXTURES / "llama2")
     tok = tok._replace(chat_template="{{ bos_token }}[INST] {{ messages[0].content }} [/INST]")
-    ids = tk.encode_chat(tok, [{"role": "user", "content": typed}])
+    ids = chat.encode_chat(tok, [{"role": "user", "content": typed}])
     assert tk.decode(tok, ids, keep_special=True) == f"<s> [INST] {typed} [/INST]"
     special = {tok.backend.token_to_id(x) for x in ("<s>", "</s>", "<unk>")}
     assert [i for i in ids if i in special] == ids[:1]
 
 
-def test_a_reply_keeps_the_marks_that_templates_look_for():
-    """These marks are added tokens, but not special ones."""
+def test_templates_find_the_marks_that_they_look_for():
+    """These marks are added tokens, but not special ones. A template that cuts a text at one also
+    cuts between the signs around it, as in transformers."""
     tok = tk.load_tokenizer(FIXTURES / "llama3")
     tok.backend.add_tokens([AddedToken("</think>", special=False)])
     tok = tok._replace(
@@ -490,4 +495,4 @@ def test_a_reply_keeps_the_marks_that_templates_look_for():
         chat_template="{% for m in messages %}{{ m.content.split('</think>')[-1] }};{% endfor %}",
     )
     said = [{"role": r, "content": "A</think>B"} for r in ("assistant", "user")]
-    assert tk.decode(tok, tk.encode_chat(tok, said)) == "B;A</think>B;"
+    assert tk.decode(tok, chat.encode_chat(tok, said)) == "B;B;"

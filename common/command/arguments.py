@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from common.loading.generation import SETTINGS
 from common.serving.session import DRAFT_TOKENS
 
 EXAMPLES = """
@@ -27,7 +28,7 @@ ONLY_WITH = dict(
     ckpt=("revision",),
     draft=("draft_tokens",),
 )
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+SAMPLING = (*SETTINGS, "sampling", "max_new_tokens")
 NOT_WITH = dict(
     chat=("json", "raw", "prompt", "prompts"),
     serve=(
@@ -141,13 +142,15 @@ def parser(name: str) -> argparse.ArgumentParser:
     told = "the longest reply, in tokens (default: 256)"
     add("--max-new-tokens", type=count(1), default=256, metavar="N", help=told)
     told = "divides the logits; 0 takes the likeliest token (default: 0)"
-    add("--temperature", type=float, default=0.0, metavar="T", help=told)
+    add("--temperature", type=float, metavar="T", help=told)
     told = "sample from the K likeliest tokens alone; 0 keeps all (default: 0)"
-    add("--top-k", type=int, default=0, metavar="K", help=told)
+    add("--top-k", type=int, metavar="K", help=told)
     told = "sample from the likeliest tokens that together have probability P (default: 1)"
-    add("--top-p", type=float, default=1.0, metavar="P", help=told)
+    add("--top-p", type=float, metavar="P", help=told)
     told = "drop tokens with less than P times the probability of the likeliest (default: 0)"
-    add("--min-p", type=float, default=0.0, metavar="P", help=told)
+    add("--min-p", type=float, metavar="P", help=told)
+    told = "take settings that are not given from the checkpoint's generation_config.json"
+    add("--sampling", choices=["published"], help=told)
     told = "prompt i, counted from 0, is sampled with seed (S + i) mod 2**32 (default: 0)"
     add("--seed", type=count(0, 2**32 - 1), default=0, metavar="S", help=told)
 

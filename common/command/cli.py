@@ -29,8 +29,8 @@ from common.command.converse import (
 from common.command.environment import configure_jax
 from common.command.memory import check_memory
 from common.loading.checkpoint import progress_bar
-from common.loading.files import first_line, is_there
-from common.loading.hub import ADAPTER
+from common.loading.files import first_line
+from common.loading.generation import SETTINGS
 from common.machines.bandwidth import experts_read, parallel_readers, read_bandwidth, step_bytes
 from common.machines.hosts import Facts, Rank, agree, facts_of, find_rank, join
 from common.serving.load import Model, check_fits, open_model, read_weights
@@ -105,7 +105,7 @@ def sizes_for(model: Model, args: argparse.Namespace, need: int, prompts: int) -
 def plan_prompts(model: Model, args: argparse.Namespace, texts: list[str]) -> tuple[Job, Sizes]:
     """Encodes and checks all prompts before any weight is loaded."""
     ids = [encode_prompt(model, args, text) for text in texts]
-    requests = [make_request(args, model.tokenizer, x, i) for i, x in enumerate(ids)]
+    requests = [make_request(model, args, x, i) for i, x in enumerate(ids)]
     sizes = sizes_for(model, args, max(map(len, ids)) + args.max_new_tokens, len(texts))
     for i, request in enumerate(requests):
         check_request(request, sizes[1], model.config, f"prompt {i + 1}")
@@ -121,8 +121,17 @@ def plan_later(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
         raise ValueError("--serve needs a checkpoint with a tokenizer, and this one has none")
     need, rows = min(model.config.max_position_embeddings, 4096), model.mesh.shape[DATA]
     sizes = sizes_for(model, args, need, rows if args.chat else 8)
-    check_request(make_request(args, tok, [0], 0), sizes[1], model.config)
+    check_request(make_request(model, args, [0], 0), sizes[1], model.config)
     return Job([], []), sizes
+
+
+def recommended(model: Model, args: argparse.Namespace) -> list[str]:
+    """Says what the checkpoint recommends, if nothing decides how to sample."""
+    told = [args.sampling, args.serve, *(getattr(args, name) for name in SETTINGS)]
+    if not model.sampling or any(x is not None for x in told):
+        return []
+    words = ", ".join(f"{name} {value:g}" for name, value in model.sampling.items())
+    return [f"greedy; --sampling published takes the checkpoint's {words}"]
 
 
 def summary(session: Session, load_s: float) -> str:
@@ -256,8 +265,8 @@ def run(
             raise ValueError(f"--serve needs pip install -e '.[serve]' ({error})") from None
         listener = open_listener(args)
     model = open_from(module, args, len(prompts) or (8 if args.serve else 1))
-    if args.adapter is None and model.directory and is_there(model.directory / ADAPTER):
-        sys.stderr.write(f"[{ADAPTER} in {model.directory} is not used: see --adapter]\n")
+    for note in (*model.notes, *recommended(model, args)):
+        sys.stderr.write(f"[{note}]\n")
     tok = None if args.raw else model.tokenizer
     if args.show_analysis and not (tok and tok.chat_template and speaks_harmony(tok)):
         raise ValueError("--show-analysis: no channels in this model's answers, or --raw was given")

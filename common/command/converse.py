@@ -12,11 +12,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
+from common.loading.generation import SETTINGS
 from common.serving.load import Model
 from common.serving.serve import serve
 from common.serving.session import Event, Request, Session
+from common.text.chat import encode_chat, end_of_turn
 from common.text.harmony import ANALYSIS, FINAL
-from common.text.tokenizer import Tokenizer, encode, encode_chat
+from common.text.tokenizer import Tokenizer, encode
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -68,14 +70,16 @@ def messages(args: argparse.Namespace, turns: Sequence[tuple[str, str]]) -> list
     return [{"role": role, "content": content} for role, content in (*system, *turns)]
 
 
-def make_request(
-    args: argparse.Namespace, tok: Tokenizer | None, ids: Sequence[int], index: int
-) -> Request:
-    knobs = (args.temperature, args.top_k, args.top_p, args.min_p, (args.seed + index) % 2**32)
+def make_request(model: Model, args: argparse.Namespace, ids: Sequence[int], index: int) -> Request:
+    tok, settings = model.tokenizer, dict[str, Any](model.sampling if args.sampling else {})
+    asked = {name: getattr(args, name) for name in SETTINGS}
+    settings |= {name: value for name, value in asked.items() if value is not None}
+    request = Request(ids, args.max_new_tokens, seed=(args.seed + index) % 2**32, **settings)
     if tok is None:
-        return Request(ids, args.max_new_tokens, *knobs)
+        return request
     is_chat = tok.chat_template is not None and not args.raw
-    return Request(ids, args.max_new_tokens, *knobs, tok.stop_ids, args.stop, is_chat)
+    ends = tok.stop_ids | (end_of_turn(tok) if is_chat else set())
+    return request._replace(stop_ids=ends, stop=args.stop, is_chat=is_chat)
 
 
 class Reply(NamedTuple):
@@ -203,7 +207,7 @@ def converse(session: Session, args: argparse.Namespace) -> bool:
             continue
         turns.append(("user", line.strip()))
         ids = encode_chat(tok, messages(args, turns))
-        reply, request = Reply([], [], []), make_request(args, tok, ids, len(turns) // 2)
+        reply, request = Reply([], [], []), make_request(session.model, args, ids, len(turns) // 2)
         events = serve(session, [request])
         with interruptible() as pressed, contextlib.closing(events):
             for event in events:

@@ -37,7 +37,8 @@ def plan_of(module: ModuleType, args: argparse.Namespace, topology: str) -> Plan
         raise ValueError(f"--layers {layers}: the model has only {depth}")
     if (capacity := args.max_len or min(2048, limit)) > limit:
         raise ValueError(f"--max-len {capacity} is above max_position_embeddings, {limit}")
-    dtype, on_cpu = model_dtype(hf, files, args.dtype), topology.startswith("cpu")
+    on_cpu = topology.startswith("cpu")
+    dtype = model_dtype(hf, files, args.dtype, on_cpu)
     return Plan(
         module,
         config._replace(num_hidden_layers=layers),

@@ -13,7 +13,8 @@ ADAPTER = "adapter_config.json"  # of an adapter, which may lie beside a model
 FILES = [
     *("config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
-    *("vocab.json", "merges.txt", "tiktoken.model", "hf_quant_config.json", ADAPTER),
+    *("added_tokens.json", "chat_template.json", "hf_quant_config.json", ADAPTER),
+    *("vocab.json", "merges.txt", "tiktoken.model"),
 ]
 OTHER_LAYOUTS = ["*/*", "consolidated*"]  # the same weights, named as in the authors' own code
 

@@ -88,19 +88,26 @@ def refuse_other_layouts(directory: Path) -> None:
         raise ValueError(f"{directory}: {what}, which is not read; {instead}")
 
 
-def model_dtype(hf: dict[str, Any], directory: Path | None, asked: DTypeLike | None) -> jnp.dtype:
-    """Returns `asked`, or else float32 for a float32 checkpoint and bfloat16 for any other.
-    ValueError if `asked` is neither of the two.
+def stored_dtype(hf: dict[str, Any]) -> Any:
+    return hf.get("torch_dtype") or hf.get("dtype")
+
+
+def model_dtype(
+    hf: dict[str, Any], directory: Path | None, asked: DTypeLike | None, on_cpu: bool = False
+) -> jnp.dtype:
+    """Returns `asked`, or else float32 for a float32 checkpoint and bfloat16 for any other; on CPU,
+    float32 for a float16 checkpoint, too. ValueError if `asked` is neither of the two.
 
     The oldest config.json files name no dtype. Then the largest tensor decides, if `directory` is
     given; otherwise the dtype is bfloat16.
     """
-    stored = hf.get("torch_dtype") or hf.get("dtype")
+    stored = stored_dtype(hf)
     if stored is None and directory is not None and asked is None:
         tensors = open_tensors(directory).values()
         largest = max(tensors, key=lambda tensor: math.prod(tensor.shape), default=None)
         stored = "float32" if largest is not None and largest.dtype == "F32" else "bfloat16"
-    dtype = jnp.dtype(asked or ("float32" if stored == "float32" else "bfloat16"))
+    wide = stored == "float32" or (stored == "float16" and on_cpu)
+    dtype = jnp.dtype(asked or ("float32" if wide else "bfloat16"))
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"dtype {dtype} is neither float32 nor bfloat16")
     return dtype

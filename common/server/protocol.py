@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from common.loading.files import parse_json
+from common.loading.generation import SETTINGS
 from common.sampling import INVALID
 from common.serving.session import (
     LIKELIEST,
@@ -21,9 +22,10 @@ from common.serving.session import (
     Session,
     check_request,
 )
+from common.text.chat import encode_chat, end_of_turn
 from common.text.harmony import FINAL
 from common.text.tiktoken import byte_characters
-from common.text.tokenizer import Tokenizer, decode, encode, encode_chat
+from common.text.tokenizer import Tokenizer, decode, encode
 
 BYTES = {character: byte for byte, character in enumerate(byte_characters())}
 
@@ -151,7 +153,11 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
         part.get("type") != "text" or not is_text(part.get("text")) for part in parts
     ):
         raise Refused("the content of a message must be text", "messages")
-    return {"role": role, "content": "".join(part["text"] for part in parts)}
+    thoughts = message.get("reasoning_content") or None
+    if not is_text(thoughts or ""):
+        raise Refused("reasoning_content must be text", "messages")
+    text = "".join(part["text"] for part in parts)
+    return {"role": role, "content": text, "reasoning_content": thoughts}
 
 
 class Served(NamedTuple):
@@ -230,13 +236,15 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
     requests, most = list[Request](), get("max_completion_tokens", get("max_tokens"))
     if most == 0 and not echo:
         raise Refused("max_tokens must be at least 1, but for echo", "max_tokens")
+    ends = tok.stop_ids | (end_of_turn(tok) if kind == "chat" else set())
     for ids in prompts_of(served, kind, given):
         room = session.capacity + 1 - len(ids) if kind == "chat" else 16
         request = Request(
             ids,
             max(1, room if most is None else most),
-            *(get("temperature", 1.0), get("top_k", 0), get("top_p", 1.0), get("min_p", 0.0)),
-            stop_ids=tok.stop_ids,
+            **{"temperature": 1.0, **session.model.sampling}
+            | {name: given[name] for name in SETTINGS if name in given},
+            stop_ids=ends,
             stop=list_of(get("stop", [])),
             is_chat=kind == "chat",
             logprobs=wanted,

@@ -4,9 +4,10 @@ from llama3 import model
 llama = load(model, "meta-llama/Llama-3.2-1B-Instruct")
 """
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +18,12 @@ from jax.typing import DTypeLike
 from common.kernels.dispatch import AUTO, Impl
 from common.loading.adapter import open_adapter
 from common.loading.checkpoint import Progress, load_weights, rows_together
+from common.loading.files import is_there
+from common.loading.generation import read_generation
+from common.loading.hub import ADAPTER
 from common.loading.packed import declare
 from common.loading.random_weights import random_weights
-from common.loading.shape import model_dtype, read_model_config, read_shape
+from common.loading.shape import model_dtype, read_model_config, read_shape, stored_dtype
 from common.machines.mesh_choice import Plan, best_mesh
 from common.quant import TRANSPOSED, Storage, storage_named
 from common.sharding import model_shards
@@ -39,6 +43,8 @@ class Model(NamedTuple):
     storage: Storage | None  # chosen for the matrices; None: as published
     directory: Path | None  # None for random weights
     adapter: Path | None = None  # to be merged into the weights
+    sampling: Mapping[str, float] = MappingProxyType({})  # what generation_config.json recommends
+    notes: tuple[str, ...] = ()  # what the files say that is not done
 
     @property
     def on_cpu(self) -> bool:
@@ -99,9 +105,9 @@ def open_model(
     hf, directory = read_shape(module, ckpt, revision, random)
     config = read_model_config(module, hf)
     weights_at = None if random else directory
-    kind = model_dtype(hf, weights_at, dtype)
     devices = jax.devices() if mesh is None else [*mesh.devices.flat]
     on_cpu = devices[0].platform == "cpu"
+    kind = model_dtype(hf, weights_at, dtype, on_cpu)
     storage = storage_of(kind, on_cpu, quant)
     if mesh is None:
         cache = cache_dtype(kind, on_cpu, kv_quant)
@@ -110,7 +116,14 @@ def open_model(
     shards = model_shards(mesh)
     check_divides(declare(module, config, shards)[0], shards)
     tokenizer = None if directory is None else load_tokenizer(directory)
-    return Model(module, config, mesh, None, tokenizer, kind, storage, weights_at, merged)
+    sampling, notes = ({}, []) if directory is None else read_generation(directory)
+    notes += tokenizer.notes if tokenizer else []
+    if not dtype and kind == jnp.bfloat16 and stored_dtype(hf) == "float16":
+        notes.append("a file in float16 is computed in bfloat16; --dtype float32 is exact")
+    if weights_at and not adapter and is_there(weights_at / ADAPTER):
+        notes.append(f"{ADAPTER} in {weights_at} is not used: see --adapter")
+    told = merged, sampling, tuple(notes)
+    return Model(module, config, mesh, None, tokenizer, kind, storage, weights_at, *told)
 
 
 def storage_of(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> Storage | None:

@@ -55,6 +55,15 @@ def compiled(source: str) -> jinja2.Template:
     return env.from_string(source)
 
 
+@lru_cache(8)
+def literals(source: str) -> str:
+    """The texts in a template's code, with a zero character between two."""
+    tree = compiled(source).environment.parse(source)
+    texts = {node.data for node in tree.find_all(nodes.TemplateData)}
+    texts |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return "\0".join(texts)
+
+
 def render(source: str, values: dict[str, Any]) -> str:
     """Renders a template. ValueError with the template's own complaint, or if its text, which is
     measured as it is made, is too long."""

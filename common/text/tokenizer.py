@@ -4,7 +4,6 @@ A checkpoint directory holds `tokenizer.json` (or GPT-2's `vocab.json` and `merg
 `tiktoken.model`). JSON files beside it name the special tokens, the stop ids and the chat template.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,9 +14,14 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from common.loading.files import first_line, is_there, read_json_if_there, read_text
+from common.text.added import add_tokens
 from common.text.tiktoken import load_tiktoken
 
-IMAGE_KEYS = ("image_token_index", "image_token_id")  # in a multimodal model's config.json
+IMAGE_KEYS = (
+    "image_token_index",
+    "image_token_id",
+    "media_placeholder_token_id",
+)  # in a multimodal model's config.json
 
 
 class Tokenizer(NamedTuple):
@@ -26,10 +30,12 @@ class Tokenizer(NamedTuple):
     special_tokens: dict[str, str]  # "bos_token", "eos_token", ... -> text, as templates see them
     special_ids: frozenset[int]  # ids that `decode` leaves out
     added_tokens: tuple[tuple[str, bool], ...]  # (text of one token, is it special)
+    control_tokens: tuple[str, ...] | None  # those that no message may hold, if the files list them
     stop_ids: frozenset[int]  # generation ends at any of these
     image_ids: frozenset[int]  # placeholders for an image; no prompt of text may hold them
     bos_id: int | None
     vocab_size: int  # the largest id plus one; the model may have more logits
+    notes: tuple[str, ...] = ()  # what the files say that is not done
 
 
 def load_tokenizer(directory: Path | str) -> Tokenizer:
@@ -39,14 +45,11 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     """
     directory = Path(directory)
     config = read_json_if_there(directory / "tokenizer_config.json")
-    config = {**read_json_if_there(directory / "special_tokens_map.json"), **config}
-    names = {
-        key: value.get("content") if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key.endswith("_token")
-    }
-    special_tokens = {key: text for key, text in names.items() if isinstance(text, str)}
-    backend = _load_backend(directory, config, special_tokens)
+    if config.get("split_special_tokens"):
+        file = directory / "tokenizer_config.json"
+        raise ValueError(f"{file}: split_special_tokens=true is not implemented")
+    backend, defaults = _load_backend(directory, config)
+    special_tokens = add_tokens(backend, directory, defaults | config)
     # Training may have saved limits with the tokenizer, which would silently cut prompts.
     backend.no_truncation()
     backend.no_padding()
@@ -67,16 +70,19 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
         backend.post_processor = processors.TemplateProcessing([bos, "$A"], None, [(bos, bos_id)])
     added = backend.get_added_tokens_decoder()
     texts = [(token.content, token.special) for token in added.values()]
+    template, notes = _chat_template(directory, config)
     return Tokenizer(
         backend=backend,
-        chat_template=_chat_template(directory, config),
+        chat_template=template,
         special_tokens=special_tokens,
         special_ids=frozenset(i for i, token in added.items() if token.special),
-        added_tokens=tuple(sorted(texts, key=lambda token: -len(token[0]))),
+        added_tokens=tuple(texts),
+        control_tokens=_texts(config, "chat_control_tokens"),
         stop_ids=frozenset(stop_ids),
         image_ids=frozenset(model[k] for k in IMAGE_KEYS if type(model.get(k)) is int),
         bos_id=_bos_id(model) if bos_id is None else bos_id,
         vocab_size=1 + max(backend.get_vocab().values(), default=-1),
+        notes=notes,
     )
 
 
@@ -93,20 +99,30 @@ def _bos_id(config: Mapping[str, Any]) -> int | None:
     return value if type(value) is int else None
 
 
+def _texts(config: Mapping[str, Any], key: str) -> tuple[str, ...] | None:
+    texts = config.get(key)
+    if texts is not None and not (
+        isinstance(texts, list) and all(isinstance(x, str) for x in texts)
+    ):
+        raise ValueError(f"tokenizer_config.json: {key} must be a list of texts")
+    return None if texts is None else tuple(texts)
+
+
 def _load_backend(
-    directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> tokenizers.Tokenizer:
+    directory: Path, config: Mapping[str, Any]
+) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Returns the tokenizer, and tokens that have a name unless a file says otherwise."""
     family, ranks = config.get("tokenizer_class"), directory / "tiktoken.model"
     whole, vocab, merges = (directory / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     if is_there(ranks) and not is_there(whole):
-        return load_tiktoken(ranks, config.get("added_tokens_decoder") or {})
+        return load_tiktoken(ranks, config.get("added_tokens_decoder") or {}), {}
     if not is_there(whole) and not (is_there(vocab) and is_there(merges)):
         raise FileNotFoundError(
             f"{directory}: no tokenizer.json (nor vocab.json with merges.txt); "
             "download the checkpoint's tokenizer files into this directory"
         )
     if is_there(whole):
-        return _parse(whole, partial(tokenizers.Tokenizer.from_str, read_text(whole)))
+        return _parse(whole, partial(tokenizers.Tokenizer.from_str, read_text(whole))), {}
     read = partial(models.BPE.from_file, str(vocab), str(merges))
     backend = tokenizers.Tokenizer(_parse(f"{vocab} with merges.txt", read))
     # Other families publish the same two files, but split text into words by other rules.
@@ -115,11 +131,10 @@ def _load_backend(
             f"{directory}: vocab.json with merges.txt is enough for GPT2Tokenizer "
             f"only, not for {family}; add the checkpoint's tokenizer.json"
         )
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    spaced = config.get("add_prefix_space", False) is True
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaced)
     backend.decoder = decoders.ByteLevel()
-    special = {"<|endoftext|>", *special_tokens.values()}
-    backend.add_special_tokens([t for t in special if backend.token_to_id(t) is not None])
-    return backend
+    return backend, dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 
 
 def _parse(files: Path | str, read: Callable[[], Any]) -> Any:
@@ -136,32 +151,41 @@ def _parse(files: Path | str, read: Callable[[], Any]) -> Any:
         raise ValueError(f"{files}: {what}; {advice}") from error
 
 
-def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    file = directory / "chat_template.jinja"
+def _chat_template(directory: Path, config: dict[str, Any]) -> tuple[str | None, tuple[str, ...]]:
+    """The template of a conversation; and a note, if there are several, but none to be taken."""
+    file, older = directory / "chat_template.jinja", directory / "chat_template.json"
     template = (read_text(file) if is_there(file) else "") or config.get("chat_template")
+    template = template or read_json_if_there(older).get("chat_template")  # of a processor
     if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
-        named = [entry.get("template", 0) for entry in template if entry.get("name") == "default"]
-        template = named[-1] if named else None
+        named = {entry.get("name"): entry.get("template", 0) for entry in template}
+        if template and "default" not in named:
+            names = ", ".join(map(str, named))
+            return None, (f"no chat template is used: there are {names}, and none is the default",)
+        template = named.get("default")
     if template is not None and not isinstance(template, str):
         raise ValueError(
             f"{directory / 'tokenizer_config.json'}: chat_template must be a text, or a list of "
             "objects with name and template"
         )
-    return template
+    return template, ()
 
 
 def encode(tok: Tokenizer, text: str) -> list[int]:
     """Encodes a raw prompt, with what the tokenizer itself adds (BOS), but never two BOS."""
-    ids = _ids(tok, text, add_special_tokens=True)
+    ids = ids_of(tok, tok.backend, text, add_special_tokens=True)
     while tok.bos_id is not None and ids[:2] == [tok.bos_id] * 2:
         del ids[0]  # the prompt spells out its own BOS
     return ids
 
 
-def _ids(tok: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+def ids_of(
+    tok: Tokenizer, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False
+) -> list[int]:
+    """Encodes a text with one of the backends of `tok`. ValueError if that cannot be, or if the
+    text has the place of an image."""
     try:
         # In a batch, because `encode` would let no other thread run until it is done.
-        (encoding,) = tok.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids = list(encoding.ids)
     except TypeError as error:  # bytes that are not UTF-8 reach Python as surrogates
         raise ValueError("the prompt is not valid Unicode text; give it as UTF-8") from error
@@ -180,97 +204,13 @@ def decode(tok: Tokenizer, ids: Sequence[int], keep_special: bool = False) -> st
     return str(tok.backend.decode(list(ids), skip_special_tokens=not keep_special))
 
 
-def encode_chat(
-    tok: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool = True,
-    **variables: Any,
-) -> list[int]:
-    """Encodes a conversation. The template writes BOS itself, so the tokenizer adds nothing.
-
-    The content of a message is only text. If it spells out a control token, the first character and
-    the rest are encoded apart. So nobody can type the end of a turn, or another role.
-    """
-    cut = unused_character(messages)
-    marked = [cut_controls(tok, message, cut) for message in messages]
-    first, *rest = render_chat(tok, marked, add_generation_prompt, **variables).split(cut)
-    ids = _ids(tok, first, add_special_tokens=False)
-    for part in rest:
-        ids += ids_behind(tok, cut, part)
-    return ids
-
-
-def ids_behind(tok: Tokenizer, before: str, text: str) -> list[int]:
+def ids_behind(tok: Tokenizer, backend: tokenizers.Tokenizer, before: str, text: str) -> list[int]:
     """Encodes a text that stands behind another: a tokenizer that puts a space before each text
     puts none before this one. If the two share a token, `text` is encoded alone."""
-    known, ids = (_ids(tok, x, add_special_tokens=False) for x in (before, before + text))
+    known, ids = (ids_of(tok, backend, x) for x in (before, before + text))
     if ids[: len(known)] == known:
         return ids[len(known) :]
-    return _ids(tok, text, add_special_tokens=False)
-
-
-def unused_character(messages: Any) -> str:
-    """Returns a private-use character that no message contains."""
-    used = set(json.dumps(messages, ensure_ascii=False, default=str))
-    for code in range(0xE000, 0xF900):
-        if chr(code) not in used:
-            return chr(code)
-    raise ValueError("the messages have all private-use characters, of which one must be free")
-
-
-def cut_controls(tok: Tokenizer, message: Any, cut: str) -> Any:
-    """Inserts `cut` after the first character of each control token in the texts of a message.
-
-    Special tokens are control tokens. So are added tokens that the template spells out, because
-    some families do not mark their roles as special. In the model's own replies only special tokens
-    count, because templates look there for the marks of the model's thinking.
-    """
-    if not isinstance(message, Mapping):
-        return message
-    own, template = message.get("role") == "assistant", tok.chat_template or ""
-    controls = [
-        text
-        for text, special in tok.added_tokens
-        if len(text) > 1 and (special or (not own and text in template))
-    ]
-
-    def mark(value: Any) -> Any:
-        if isinstance(value, str):
-            for text in controls:
-                value = value.replace(text, text[0] + cut + text[1:])
-            return value
-        if isinstance(value, Mapping):
-            return {key: mark(x) for key, x in value.items()}
-        return [mark(x) for x in value] if isinstance(value, list | tuple) else value
-
-    return {key: x if key == "role" else mark(x) for key, x in message.items()}
-
-
-def render_chat(
-    tok: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool = True,
-    **variables: Any,
-) -> str:
-    """Renders a conversation in the checkpoint's own format; `variables` (`tools`, ...) reach the
-    template.
-
-    Raises ValueError if there is no template, or if the template complains.
-    """
-    from common.text.template import render  # imports jinja2, which not every run needs
-
-    if tok.chat_template is None:
-        raise ValueError(
-            "the checkpoint has no chat template; give a raw prompt, or use an "
-            "instruction-tuned checkpoint"
-        )
-    if not messages or not all(isinstance(m, Mapping) for m in messages):
-        raise ValueError("a conversation is a non-empty list of {'role': ..., 'content': ...}")
-    # Templates test whether a key exists, so a key whose value is None is left out.
-    present = [{k: v for k, v in m.items() if v is not None} for m in messages]
-    values = {"tools": None, "documents": None, **tok.special_tokens, **variables}
-    more = dict(messages=present, add_generation_prompt=add_generation_prompt)
-    return render(tok.chat_template, {**values, **more})
+    return ids_of(tok, backend, text)
 
 
 # An unfinished UTF-8 character has at most three bytes, and a token at least one, so the last three
