@@ -336,7 +336,7 @@ def test_keys_that_change_no_text_change_none_and_the_others_are_refused_or_told
     [
         (dict(temperature=0.6, top_p=0.9), dict(temperature=0.6, top_p=0.9)),
         (dict(do_sample=True, top_k=20), dict(temperature=1.0, top_k=20)),
-        (dict(do_sample=False, temperature=0.6), {}),
+        (dict(do_sample=False, temperature=0.6), dict(temperature=0.0)),
         (dict(eos_token_id=2), {}),
     ],
     ids=str,

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import pytest
 from engine import hf_config, load, model_of
 
+from common.command.arguments import parser
+from common.command.cli import open_from
+from common.command.dryrun import plan_of
 from common.machines.chips import CHIPS, chip_of
 from common.machines.dryrun import dry_run
 from common.machines.mesh_choice import Plan, best_axes, best_mesh, load_of, loads
@@ -112,3 +115,17 @@ def test_the_rule_counts_what_the_compiled_step_has_and_sends(family, variant, a
     assert load.collectives <= report.messages <= load.collectives + 4
     if family != "deepseek_r1":  # its tiny rows are padded to several times their width
         assert 0.5 * report.sent < load.sent <= report.sent
+
+
+def test_a_run_and_its_dry_run_choose_a_mesh_for_the_same_load(monkeypatch):
+    """The form of the cache counts: it decides how many bytes a step reads."""
+    argv = ["--slots", "4", "--max-len", "256", "--kv-quant", "int8", "--dtype", "float32"]
+    args = parser("llama3").parse_args(argv)
+    plans = [plan_of(model_of("llama3"), args, "cpu:8")]
+    monkeypatch.setattr(
+        "common.serving.load.best_mesh", lambda plan, _: plans.append(plan) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        open_from(model_of("llama3"), args, 4)
+    told, run = (plan._replace(name="") for plan in plans)
+    assert run == told and run.cache_dtype == jnp.int8

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# The only private modules of JAX that this library imports: the service's store of texts has no
-# public name, and `jax.distributed` does not tell which processes it finds.
+# The only private modules that are imported: no public name leads to the store or the cluster.
 from jax._src import clusters, distributed
 
 from common.loading.adapter import open_adapter
@@ -96,8 +95,8 @@ def agree(prepare: Callable[[], tuple[Any, Facts]]) -> Any:
 def differences(reports: list[Facts]) -> list[str]:
     names = dict.fromkeys(name for facts in reports for name in facts)
     found = {name: where(facts.get(name, "missing") for facts in reports) for name in names}
-    told = {name: ", ".join(map(" in ".join, who.items())) for name, who in found.items()}
-    return [f"{name} differs: {told[name]}" for name, who in found.items() if len(who) > 1]
+    told = lambda who: ", ".join(map(" in ".join, who.items()))
+    return [f"{name} differs: {told(who)}" for name, who in found.items() if len(who) > 1]
 
 
 def where(values: Iterable[Any]) -> dict[Any, str]:
@@ -116,15 +115,14 @@ def facts_of(module: ModuleType, args: argparse.Namespace) -> Facts:
     facts = {"Python": platform.python_version()} | {x.name: x.version for x in packages}
     code = (f for place in (Path(__file__).parents[1], folder(module)) for f in place.rglob("*.py"))
     facts["the library's code"] = digest(b"".join(file.read_bytes() for file in sorted(code)))
-    options = {name: str(value) for name, value in vars(args).items() if name not in OWN}
-    facts |= {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    facts |= {f"--{k.replace('_', '-')}": str(x) for k, x in vars(args).items() if k not in OWN}
     adapter, ckpt, revision = open_adapter(args.adapter, args.ckpt, args.revision)
     hf, directory = read_shape(module, ckpt, revision, args.random)
     facts["config.json"] = digest(json.dumps(hf, sort_keys=True).encode())
-    files = (file for x in (directory, adapter) if x for file in x.iterdir())
-    for file in filter(is_of_checkpoint, files):
-        size = f"{file.stat().st_size} bytes"
-        facts[file.name] = size if file.suffix == ".safetensors" else digest(file.read_bytes())
+    for place, whose in ((directory, ""), (adapter, "the adapter's ")):
+        for file in filter(is_of_checkpoint, place.iterdir() if place else ()):
+            is_large, size = file.suffix == ".safetensors", f"{file.stat().st_size} bytes"
+            facts[whose + file.name] = size if is_large else digest(file.read_bytes())
     return facts
 
 

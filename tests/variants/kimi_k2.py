@@ -29,6 +29,13 @@ def with_vision(text: Any) -> Any:
     return transformers.Kimi_K25Config(**parts, tie_word_embeddings=False)
 
 
+def k25(*sizes: Any, scale: float) -> Any:
+    """A config of Kimi K2.5 with a text part of these sizes, see `deepseek`."""
+    rope = yarn_rope(30.0, 8.0, 20, 3.0, 1.0, mscale=1.0, mscale_all_dim=1.0)
+    more = dict(routing(1, 1, True, scale), rms_norm_eps=1e-4, rope_parameters=rope)
+    return with_vision(deepseek(*sizes, **more))
+
+
 def as_k25_on_the_hub(directory: Path) -> None:
     """Gives settings and tensors their published names. transformers 5.24 reads these, but saves
     some in other ways: `layers` of the text model as `blocks`, as they are called in the tower."""
@@ -119,27 +126,13 @@ VARIANTS = {
     ),
     "k25": Variant(
         14,
-        with_vision(
-            deepseek(
-                *(42, 6, (22, 18), (8, 10, 14), (38, 16), (10, 3, 1), 103, 3),
-                **routing(1, 1, True, 0.9),
-                rms_norm_eps=1e-4,
-                rope_parameters=yarn_rope(30.0, 8.0, 20, 3.0, 1.0, mscale=1.0, mscale_all_dim=1.0),
-            )
-        ),
+        k25(42, 6, (22, 18), (8, 10, 14), (38, 16), (10, 3, 1), 103, 3, scale=0.9),
         dtype=torch.bfloat16,
         rewrite=as_k25_on_the_hub,
     ),
     "packed_k25": Variant(
         22,
-        with_vision(
-            deepseek(
-                *(64, 4, (18, 22), (6, 8, 10), (40, 96), (6, 2, 1), 101, 2),
-                **routing(1, 1, True, 0.8),
-                rms_norm_eps=1e-4,
-                rope_parameters=yarn_rope(30.0, 8.0, 20, 3.0, 1.0, mscale=1.0, mscale_all_dim=1.0),
-            )
-        ),
+        k25(64, 4, (18, 22), (6, 8, 10), (40, 96), (6, 2, 1), 101, 2, scale=0.8),
         dtype=torch.bfloat16,
         rewrite=as_k25_on_the_hub,
         finish=quantised_in_text,
