@@ -166,7 +166,8 @@ def test_the_base_model_is_found_and_each_process_must_have_the_adapter(monkeypa
     want = loaded("names", storage=merged.storage).weights
     jax.tree.map(np.testing.assert_array_equal, merged.weights, want)
     facts = facts_of(model, parser("llama3").parse_args(["--adapter", adapter]))
-    assert {ADAPTER, WEIGHTS, "config.json", "model.safetensors"} <= facts.keys()
+    names = {f"the adapter's {name}" for name in (ADAPTER, WEIGHTS)}
+    assert names | {"config.json", "model.safetensors"} <= facts.keys()
     refused(ValueError, "--adapter does not go", load, model, adapter=adapter, random=True)
 
 
