@@ -128,7 +128,7 @@ def plan_later(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
 def recommended(model: Model, args: argparse.Namespace) -> list[str]:
     """Says what the checkpoint recommends, if nothing decides how to sample."""
     told = [args.sampling, args.serve, *(getattr(args, name) for name in SETTINGS)]
-    if model.sampling.get("temperature", 0) == 0 or any(x is not None for x in told):
+    if model.sampling in ({}, {"temperature": 0}) or any(x is not None for x in told):
         return []
     words = ", ".join(f"{name} {value:g}" for name, value in model.sampling.items())
     return [f"greedy; --sampling published takes the checkpoint's {words}"]
