@@ -31,6 +31,7 @@ from common.command.memory import check_memory
 from common.loading.checkpoint import progress_bar
 from common.loading.files import first_line
 from common.loading.generation import SETTINGS
+from common.loading.shape import folder
 from common.machines.bandwidth import experts_read, parallel_readers, read_bandwidth, step_bytes
 from common.machines.hosts import Facts, Rank, agree, facts_of, find_rank, join
 from common.serving.load import Model, check_fits, open_model, read_weights
@@ -72,16 +73,13 @@ def open_draft(module: ModuleType, args: argparse.Namespace, model: Model) -> Mo
         return None if args.draft == "mtp" else args.draft
     family, _, ckpt = args.draft.rpartition(":")
     try:
-        if family and not family.isidentifier():  # such as "."
-            raise ModuleNotFoundError(name=family)
         if family:
+            files = folder(module).parent.glob("*/model.py")
+            if family not in [file.parent.name for file in files]:
+                raise ValueError(f"there is no {family}/model.py")
             module = importlib.import_module(f"{family}.model")
         draft = open_model(module, ckpt, mesh=model.mesh, dtype=args.dtype, quant=args.quant)
         check_fits(model, draft)
-    except ModuleNotFoundError as error:
-        if error.name not in (family, f"{family}.model"):
-            raise  # the file needs a package
-        raise ValueError(f"--draft {args.draft}: there is no {family}/model.py") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"--draft {args.draft}: {error}") from None
     return draft
