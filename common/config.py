@@ -103,7 +103,8 @@ def read_config(
     check_accepted(hf, accepted := ONLY | dict(accepted))
     names = {x for name in annotations(kind) for x in (name, second_name(kind, name))}
     known = {"model_type", *accepted, *ignored, *INERT, *names.difference(fields_read)}
-    known |= rope_keys(kind) if "rope_theta" in fields_read else set()
+    if rope := {"rope_theta", "partial_rotary_factor"} & fields_read.keys():
+        known |= {"rope_scaling", "rope_parameters", *rope}
     known |= {"quantization_config"} if {"packing", "mxfp4"} & {*fields_read} else set()
     refuse_unknown(hf, known)
     return kind(**fields)
@@ -316,13 +317,6 @@ def check_settings(
 def names_in(values: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
     """The names in a list, which may be missing or null."""
     return checked(values.get(key), tuple[str, ...] | None, where + key) or ()
-
-
-def rope_keys(kind: type) -> set[str]:
-    """The keys of config.json that `read_rope` reads for a `Config` of this kind."""
-    fields = {"rope_theta", "partial_rotary_factor"} & annotations(kind).keys()
-    names = {second_name(kind, field) for field in fields}
-    return {"rope_scaling", "rope_parameters", *fields, *names}
 
 
 def read_rope(

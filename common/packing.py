@@ -110,7 +110,11 @@ def compressed_tensors(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Pack
     accepted = dict(format=(None, values["format"]), output_activations=None)
     read = ("input_activations", "targets", "weights")
     check_settings(group, where, accepted=accepted, ignored=read)
-    check_activations(group.get("input_activations"), f"{where}input_activations")
+    if (activations := group.get("input_activations")) is not None:
+        # Static scales of activations are stored in the file. Dynamic quantisation is accepted, and
+        # not done: it only saves time, at the cost of accuracy.
+        at = f"{where}input_activations."
+        check_settings(activations, at, needed=dict(dynamic=True), ignored=activations)
     packing = weight_scheme(values["format"], group.get("weights"), f"{where}weights.")
     targets = names_in(group, "targets", where)
     return packing._replace(
@@ -138,15 +142,6 @@ def weight_scheme(format: str, weights: Any, where: str) -> Packing:
     check_settings(weights, where, needed, accepted, ignored)
     group = group_size(weights, where) if strategy == "group" else None
     return Packing(format, weights["num_bits"], group, not weights["symmetric"])
-
-
-def check_activations(values: Any, where: str) -> None:
-    """ValueError for static activation scales, which are stored in the file. Dynamic quantisation
-    of activations is accepted, and not done: it only saves time, at the cost of accuracy."""
-    if values is not None and not (isinstance(values, Mapping) and values.get("dynamic") is True):
-        raise ValueError(
-            f"config.json: {where}={show(values)} is not implemented, only null and dynamic=true"
-        )
 
 
 def fbgemm_fp8(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:

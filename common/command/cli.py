@@ -32,7 +32,7 @@ from common.loading.checkpoint import progress_bar
 from common.loading.files import first_line
 from common.loading.generation import SETTINGS
 from common.loading.shape import folder
-from common.machines.bandwidth import experts_read, parallel_readers, read_bandwidth, step_bytes
+from common.machines.bandwidth import experts_read, read_bandwidth, step_bytes
 from common.machines.hosts import Facts, Rank, agree, facts_of, find_rank, join
 from common.serving.load import Model, check_fits, open_model, read_weights
 from common.serving.serve import close, step
@@ -144,7 +144,9 @@ def summary(session: Session, load_s: float) -> str:
         parts.append(f"{s.cached_tokens} prompt tokens already cached")
     if s.decode_tokens and s.decode_s:
         parts.append(f"decode {s.decode_tokens} tokens at {s.decode_tokens / s.decode_s:.1f}/s")
-        bandwidth = read_bandwidth() * parallel_readers(model.mesh)
+        # A host's virtual CPU devices share one memory.
+        readers = jax.process_count() if model.on_cpu else model.mesh.size
+        bandwidth = read_bandwidth() * readers
         steps = max(s.decode_steps, 1)
         share = experts_read(model.config, s.decode_tokens / steps)
         read = step_bytes(model.weights, session.states[0].cache, s.filled / steps, share)

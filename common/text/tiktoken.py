@@ -67,17 +67,13 @@ def word_rule() -> Any:
 def load_tiktoken(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """Returns the tokenizer of a tiktoken.model, and its special tokens by id, as in the
     added_tokens_decoder of tokenizer_config.json, which names some of them."""
-    ranks, characters = read_ranks(file), byte_characters()
-
-    def spell(token: bytes) -> str:
-        return "".join(characters[byte] for byte in token)
-
+    ranks, characters = read_ranks(file), dict(enumerate(byte_characters()))
+    spelled = {token: token.decode("latin-1").translate(characters) for token in ranks}
     merges = []
     for token in sorted(ranks, key=lambda token: ranks[token]):
-        for i in range(1, len(token)):
-            if token[:i] in ranks and token[i:] in ranks:
-                merges.append((spell(token[:i]), spell(token[i:])))
-    vocab = {spell(token): rank for token, rank in ranks.items()}
+        halves = ((token[:i], token[i:]) for i in range(1, len(token)))
+        merges += [(spelled[a], spelled[b]) for a, b in halves if a in ranks and b in ranks]
+    vocab = {spelled[token]: rank for token, rank in ranks.items()}
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
     backend.pre_tokenizer = word_rule()
     backend.decoder = decoders.ByteLevel()

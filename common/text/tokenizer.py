@@ -56,13 +56,10 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     backend.no_padding()
 
     model = read_json_if_there(directory / "config.json")
-    inner, end = model.get("text_config"), backend.token_to_id(special_tokens.get("eos_token", ""))
+    end = backend.token_to_id(special_tokens.get("eos_token", ""))
     stop_ids = set() if end is None else {end}
-    stop_ids |= _stop_ids(model, directory / "config.json")
-    if isinstance(inner, dict):
-        stop_ids |= _stop_ids(inner, directory / "config.json")
-    generation = directory / "generation_config.json"
-    stop_ids |= _stop_ids(read_json_if_there(generation), generation)
+    for name in ("config.json", "generation_config.json"):
+        stop_ids |= _stop_ids(directory / name)
 
     bos = special_tokens.get("bos_token", "")
     bos_id = backend.token_to_id(bos)
@@ -89,9 +86,11 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     )
 
 
-def _stop_ids(config: Mapping[str, Any], file: Path) -> set[int]:
-    value = config.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+def _stop_ids(file: Path) -> set[int]:
+    outer, ids = read_json_if_there(file), list[Any]()
+    for values in (outer, outer.get("text_config")):
+        value = values.get("eos_token_id") if isinstance(values, dict) else None
+        ids += value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int for i in ids):
         raise ValueError(f"{file}: eos_token_id must be an integer or a list of integers")
     return set(ids)
