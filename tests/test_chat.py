@@ -25,6 +25,7 @@ from common.loading.generation import read_generation
 from common.text import chat
 from common.text.tokenizer import decode, encode, load_tokenizer
 
+GOLDEN = FIXTURES / "conversations.json"  # make_chat_golden.py makes it
 CORPUS = ["the cat sat on the mat <x>", "Hello world! I'm fine, naïve café", "if x:\n    return 1"]
 WORDS = ["<|a|>", "<|b|>", "<e>", "cat", "    ", "<|im_end|>", "[X]"]
 TEXTS = ["the cat<|a|> sat<e>on  <|b|> x", "    if x:\n    return <|im_end|>\n", "[X] world cat"]
@@ -161,17 +162,38 @@ CONTROLS = """
 PLAIN = ("<think>", "</think>", "<｜User｜>", "<｜Assistant｜>", "    ")  # added, but not special
 
 
+def write_files(directory, base, files):
+    """Copies the files of a tokenizer, or of one with the template of a family; then changes files.
+    A text or an object is new, keys of an object replace old ones, and None means no such file."""
+    if base in TEMPLATES:
+        write_family(directory, base)
+    else:
+        shutil.copytree(FIXTURES / base, directory, dirs_exist_ok=True)
+    for name, content in files.items():
+        if content is None:
+            (directory / name).unlink()
+        elif isinstance(content, str):
+            (directory / name).write_text(content, encoding="utf-8")
+        else:
+            change(directory / name, **content)
+    return directory
+
+
+def write_family(directory, family):
+    """Writes the files of a tokenizer with the tokens of all families, and the template of one."""
+    shutil.copytree(FIXTURES / "llama3", directory, dirs_exist_ok=True)
+    first = max(load_tokenizer(directory).backend.get_vocab().values()) + 1
+    added = {word: first + i for i, word in enumerate([*CONTROLS, "    "])}
+    (directory / "added_tokens.json").write_text(json.dumps(added))
+    special = [word for word in CONTROLS if word not in PLAIN]
+    (directory / "chat_template.jinja").write_text(TEMPLATES[family])
+    change(directory / "tokenizer_config.json", extra_special_tokens=special, chat_template=None)
+    return directory
+
+
 @pytest.fixture(params=TEMPLATES)
 def directory(request, tmp_path):
-    """The files of a tokenizer with the tokens of all families, and the template of one."""
-    shutil.copytree(FIXTURES / "llama3", tmp_path, dirs_exist_ok=True)
-    first = max(load_tokenizer(tmp_path).backend.get_vocab().values()) + 1
-    added = {word: first + i for i, word in enumerate([*CONTROLS, "    "])}
-    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
-    special = [word for word in CONTROLS if word not in PLAIN]
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATES[request.param])
-    change(tmp_path / "tokenizer_config.json", extra_special_tokens=special, chat_template=None)
-    return tmp_path
+    return write_family(tmp_path, request.param)
 
 
 def change(file, **values):
@@ -212,6 +234,44 @@ def test_conversations_get_the_text_and_the_ids_of_transformers(directory):
         if not any(word in json.dumps(said, ensure_ascii=False) for word in CONTROLS):
             assert got == apply(said, return_dict=False)
     assert checked > 100
+
+
+# ---- golden files
+
+KINDS = (
+    "text that does not reach the model",
+    "tokens that only some files know",
+    "control tokens",
+    "templates elsewhere",
+    "the end of a turn",
+    *TEMPLATES,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversations_and_files_that_once_changed_a_text_give_what_transformers_gave(
+    kind, tmp_path
+):
+    cases = [case for case in json.loads(GOLDEN.read_text("utf-8")) if case["kind"] == kind]
+    assert cases
+    for i, case in enumerate(cases):
+        (directory := tmp_path / str(i)).mkdir()
+        write_files(directory, case["base"], case["files"])
+        asked, are_texts = case["asked"], isinstance(case["asked"][0], str)
+        if told := case.get("refused"):
+            read = lambda d: chat.encode_chat(load_tokenizer(d), asked)  # noqa: B023
+            refused(ValueError, told, load_tokenizer if are_texts else read, directory)
+            continue
+        tok = load_tokenizer(directory)
+        if are_texts:
+            ids = [encode(tok, text) for text in asked]
+            got = [[decode(tok, x, keep_special=True), x] for x in ids]
+        else:
+            text = chat.render_chat(tok, chat.for_template(tok, asked))
+            got = [[text, chat.encode_chat(tok, asked)]]
+        assert got == case["got"], i
+        if "end" in case:
+            assert chat.end_of_turn(tok) == {tok.backend.token_to_id(case["end"])}
 
 
 # ---- what a template reads
