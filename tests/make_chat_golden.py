@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from test_chat import GOLDEN, TEMPLATES, TEXTS, write_files
+from test_chat import CONTROLS, GOLDEN, TEMPLATES, TEXTS, write_files
 
 user, system, developer, assistant = (
     lambda content, role=role, **more: dict(role=role, content=content, **more)
@@ -56,12 +56,13 @@ INDENTED = """\
 {# the cat #}
 {% for m in messages %}
     {% if m.role %}
-        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+        {{- '<|im_start|>    ' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
     {% endif %}
 {% endfor %}
 """
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 SEVERAL = [dict(name="rag", template="x"), dict(name="tool_use", template="y")]
+DEFAULT = [*SEVERAL, dict(name="default", template=TEMPLATES["qwen3"])]
 CONFIG, MAP, LATER = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 ONE, OTHER = "chat_template.jinja", "chat_template.json"
 # Of each kind: the tokenizer that is changed, the files that change it, and what is encoded.
@@ -83,10 +84,11 @@ FAULTS: dict[str, list[tuple[str, dict[str, Any], Any]]] = {
         ("gpt2", {LATER: {"<|a|>": 321}, CONFIG: dict(add_prefix_space=True)}, TEXTS),
     ],
     "control tokens": [
-        ("qwen3", {ONE: INDENTED, CONFIG: dict(extra_special_tokens=["<|im_end|>"])}, [user(CODE)])
+        ("qwen3", {ONE: INDENTED, LATER: {"cat": 336 + len(CONTROLS)}}, [user(f"the cat\n{CODE}")])
     ],
     "templates elsewhere": [
         ("qwen3", {ONE: None, OTHER: dict(chat_template=TEMPLATES["qwen3"])}, [ASK]),
+        ("qwen3", {ONE: None, CONFIG: dict(chat_template=DEFAULT)}, [ASK]),
         ("qwen3", {ONE: None, CONFIG: dict(chat_template=SEVERAL)}, [ASK]),
     ],
     "the end of a turn": [(family, {}, [ASK, assistant("Because.")]) for family in TEMPLATES],
@@ -121,7 +123,8 @@ def example(kind: str, base: str, files: dict[str, Any], asked: list[Any]) -> di
         return known
     if OTHER in files:  # which transformers reads for a processor alone
         tokenizer.chat_template = files[OTHER]["chat_template"]
-    if tokenizer.chat_template is None or isinstance(tokenizer.chat_template, dict):
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict) and "default" not in templates:
         return known | dict(refused="the checkpoint has no chat template")
     known["got"] = [rendered(tokenizer, base, asked)]
     is_whole = all(m["content"] in known["got"][0][0] for m in asked)

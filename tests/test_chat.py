@@ -317,7 +317,7 @@ def test_a_template_that_leaves_a_message_out_is_refused(directory):
 
 @pytest.mark.parametrize("directory", ["qwen3"], indirect=True)
 def test_after_anything_else_than_one_special_token_no_token_ends_a_turn(directory):
-    for after in ("", "\n", "    ", "<|im_end|>x", "<|im_end|><|im_end|>", "<|end|>"):
+    for after in ("", "\n", "    ", "<think>", "<|im_end|>x", "<|im_end|><|im_end|>", "<|end|>"):
         template = "{% for m in messages %}{{ m.content }}" + after + "{% endfor %}"
         assert chat.end_of_turn(load_tokenizer(with_template(directory, template))) == set()
 
