@@ -19,7 +19,7 @@ from common.text.tiktoken import load_tiktoken
 
 # In a multimodal model's config.json.
 IMAGE_KEYS = ("image_token_index", "image_token_id", "media_placeholder_token_id")
-ADVICE = f"; it may need a newer tokenizers than {tokenizers.__version__}; else download it again"
+ADVICE = f"; download it again, or it may need a newer tokenizers than {tokenizers.__version__}"
 
 
 class Tokenizer(NamedTuple):
