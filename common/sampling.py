@@ -298,6 +298,9 @@ def _descend(mass_BX: Array, rest_B: Array) -> tuple[Array, Array]:
     return passed_BX.sum(1), rest_B - jnp.where(passed_BX, end_BX, 0).max(1)
 
 
+LIKELIEST = 20  # tokens that are scored beside the one taken
+
+
 class Scores(NamedTuple):
     """Log-probabilities under the model's own distribution, before temperature and filters."""
 
@@ -310,9 +313,9 @@ def scores(
     logits_BTV: Array,
     tokens_BT: Array,
     wanted: Array | bool,
-    n: int,
     vocab_size: int,
     axes: tuple[str, ...],
+    n: int = LIKELIEST,
 ) -> Scores:
     """Scores tokens_BT (int32) and the X = min(n, vocab_size) likeliest tokens, by float32 logits;
     gives zeros if the bool scalar `wanted` is false. Called inside `shard_map`, where V is the

@@ -85,7 +85,7 @@ def lookup(text_BS: Array, length_B: Array, K: int) -> Array:
 
 @partial(
     jax.jit,
-    static_argnames=("model", "config", "mesh", "implementation", "likeliest"),
+    static_argnames=("model", "config", "mesh", "implementation"),
     donate_argnames="state",
 )
 def generate(
@@ -99,12 +99,11 @@ def generate(
     config: Any,
     mesh: Mesh,
     implementation: str = AUTO,
-    likeliest: int = 0,
 ) -> tuple[Any, Array, Scores | None, Rules | None]:
     """`model.generate` with K drafted tokens for each slot, int32 [B, K]; K may be 0.
 
     Returns the state; the new tokens, int32 [B, K + 1], filled up with NO_TOKEN or NO_DRAFT; their
-    scores with those of the `likeliest` tokens: zeros if the bool scalar `wanted` is false, None if
+    scores with those of the likeliest tokens: zeros if the bool scalar `wanted` is false, None if
     it is None; and the rules, in which the new tokens count. `state` is donated. Tokens past the
     capacity are not cached, so the tokens after them are wrong: the caller must not take tokens
     beyond the capacity.
@@ -124,7 +123,7 @@ def generate(
         state = state._replace(cache=cache, length_B=length_B + count_B, token_B=token_B)
         scored = None
         if wanted is not None:
-            scored = scores(logits_BTV, new_BT, wanted, likeliest, config.vocab_size, MODEL)
+            scored = scores(logits_BTV, new_BT, wanted, config.vocab_size, MODEL)
         rules = rules and count_token(rules, newest_B, is_filled, MODEL)
         new_BT = counting(new_BT, count_B)
         return state, jnp.where(tokens_BT == NO_DRAFT, NO_DRAFT, new_BT), scored, rules
@@ -138,7 +137,7 @@ def generate(
 
 @partial(
     jax.jit,
-    static_argnames=("files", "mesh", "implementation", "K", "likeliest"),
+    static_argnames=("files", "mesh", "implementation", "K"),
     donate_argnames=("states", "text_BS", "rules"),
 )
 def decode(
@@ -153,7 +152,6 @@ def decode(
     mesh: Mesh,
     implementation: str,
     K: int,
-    likeliest: int,
 ) -> tuple[list[Any], Array | None, Rules | None, Array, Scores | None]:
     """`generate` with K drafts for each slot. If there are two models, the second one drafts; else
     the drafts are looked up.
@@ -176,8 +174,8 @@ def decode(
         draft_BK = lookup(text_BS, length_B, K)
     if is_ruled_B is not None:
         draft_BK = jnp.where(is_ruled_B[:, None], NO_DRAFT, draft_BK)
-    known, static = (weights[0], main, draft_BK, wanted, rules), dict(likeliest=likeliest, **where)
-    main, new_BT, scored, rules = generate(model, *known, config=config, **static)
+    known: Any = weights[0], main, draft_BK, wanted, rules
+    main, new_BT, scored, rules = generate(model, *known, config=config, **where)
     if text_BS is not None:
         at_BT = length_B[:, None] + 1 + jnp.arange(new_BT.shape[1])
         text_BS = text_BS.at[jnp.arange(len(text_BS))[:, None], at_BT].set(new_BT, mode="drop")

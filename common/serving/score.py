@@ -17,8 +17,6 @@ from common.serving.load import Model, cache_dtype, init_state
 from common.sharding import DATA, MODEL, P
 from common.weights import specs_like
 
-LIKELIEST = 20  # tokens that are scored beside the one taken
-
 
 class Score(NamedTuple):
     """The log-probability of a token, and ids and log-probabilities of the likeliest, under the
@@ -64,7 +62,7 @@ def logits(
 
 @partial(
     jax.jit,
-    static_argnames=("model", "likeliest", "config", "mesh", "implementation"),
+    static_argnames=("model", "config", "mesh", "implementation"),
     donate_argnames="state",
 )
 def prefill_asked(
@@ -76,7 +74,6 @@ def prefill_asked(
     after_B: jax.Array | None = None,
     rules: Rules | None = None,
     *,
-    likeliest: int = LIKELIEST,
     config: Any,
     mesh: Mesh,
     implementation: str = AUTO,
@@ -88,9 +85,8 @@ def prefill_asked(
       tokens_BT, count_B: int32, as in `prefill`.
       after_B: int32, the prompt's token after the last of these; if negative, there is none, and
         the sampled token follows.
-      likeliest: of how many of the likeliest tokens the scores are returned too.
 
-    Returns the state and `Scores`, with X = likeliest. `state` is donated.
+    Returns the state and `Scores`, with X = LIKELIEST. `state` is donated.
     """
 
     def run(
@@ -106,7 +102,7 @@ def prefill_asked(
         if after_B is not None:
             next_BT = jnp.roll(tokens_BT, -1, axis=1)
             next_BT = next_BT.at[last].set(jnp.where(after_B < 0, token_B, after_B))
-            scored = scores(logits, next_BT, True, likeliest, config.vocab_size, MODEL)
+            scored = scores(logits, next_BT, True, config.vocab_size, MODEL)
         token_B = jnp.where(is_on_B, token_B, state.token_B)
         return state._replace(cache=cache, length_B=length_B, token_B=token_B), scored
 

@@ -24,10 +24,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from common.cache import shortest_beginning
-from common.sampling import PENALTIES, check, check_sampling
+from common.sampling import LIKELIEST, PENALTIES, check, check_sampling
 from common.serving.load import Model, cache_dtype, check_fits, init_state
 from common.serving.prefixes import HOST, KEPT, Prefixes, Text
-from common.serving.score import LIKELIEST, Score
+from common.serving.score import Score
 from common.sharding import DATA, P
 from common.text.harmony import FINAL, Speech, is_answer
 

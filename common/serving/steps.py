@@ -17,7 +17,7 @@ from common.sampling import INVALID, RULES_SPEC, sampling_params
 from common.serving import prefixes
 from common.serving.prefixes import HOST, KEPT, READING, SLOT, Place, Text
 from common.serving.rules import rules_of, seen_tokens
-from common.serving.score import LIKELIEST, prefill_asked, score_of
+from common.serving.score import prefill_asked, score_of
 from common.serving.session import PROMPT_CHUNK, Ahead, Request, Session, Work, publish, timed
 from common.speculate import decode
 
@@ -183,7 +183,6 @@ def generate(session: Session) -> None:
                 mesh=model.mesh,
                 implementation=model.static["implementation"],
                 K=session.draft_tokens if drafted else 0,
-                likeliest=LIKELIEST,
             )
             if rules is not None and rules.seen_BV is not None:
                 session.seen_BV = rules.seen_BV

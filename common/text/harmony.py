@@ -11,14 +11,7 @@ a channel. A message without a channel is final.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from common.text.tokenizer import (
-    Stream,
-    Tokenizer,
-    decode,
-    stream_flush,
-    stream_push,
-    stream_start,
-)
+from common.text.tokenizer import Stream, Tokenizer, decode, stream_flush, stream_push, stream_start
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 FINAL, ANALYSIS = "final", "analysis"
