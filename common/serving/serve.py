@@ -139,7 +139,8 @@ def admit(session: Session) -> None:
         work = session.waiting.pop(next(iter(session.waiting)))
         # The last token is read for its logits, and all are if the prompt is scored.
         tokens = [] if work.request.echo else work.tokens[:-1]
-        found = {row: longest(session.prefixes[row], tokens) for row in rows}
+        salt = work.request.cache_salt
+        found = {row: longest(session.prefixes[row], tokens, salt) for row in rows}
         row = max(rows, key=lambda row: (found[row][1], -taken.count(row)))
         steps.begin(session, row, work, *found[row])
 

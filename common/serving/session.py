@@ -51,6 +51,7 @@ class Request(NamedTuple):
     is_chat: bool = False  # it is a message, which may have channels; else it continues the prompt
     logprobs: int | None = None  # scores the tokens of the reply, and this many of the likeliest
     echo: bool = False  # with logprobs: scores the tokens of the prompt, too
+    cache_salt: str = ""  # cached prefixes are reused only by requests with the same salt
 
     @property
     def sampling(self) -> tuple[Any, ...]:
