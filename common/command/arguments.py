@@ -23,7 +23,7 @@ examples:
 MOST_DRAFTS = 32  # a step samples each of them by code of its own, which takes long to compile
 # An option of ONLY_WITH needs the option that leads its row; one of NOT_WITH does not go with it.
 ONLY_WITH = dict(
-    serve=("api_key", "queue", "grace", "allow_origin"),
+    serve=("api_key", "queue", "grace", "allow_origin", "allow_host"),
     dry_run=("layers", "prompt_tokens"),
     ckpt=("revision",),
     draft=("draft_tokens",),
@@ -166,6 +166,8 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--grace", type=number(float, 0), default=30.0, metavar="S", help=told)
     told = "let web pages of this origin call the server; may be given several times"
     add("--allow-origin", **several, metavar="ORIGIN", help=told)
+    told = "a further name of this machine, such as a proxy gives it; may be given several times"
+    add("--allow-host", **several, metavar="NAME", help=told)
 
     add = ap.add_argument_group("dry run (needs no weights and no accelerator)").add_argument
     told = "compile for other devices without running: print whether the model fits, and what a "

@@ -51,13 +51,15 @@ from common.server.protocol import (
     tell,
     usage_of,
 )
-from common.serving.serve import cancel, is_busy, step, submit
-from common.serving.session import Event, Request, Session
+from common.serving.serve import cancel, is_busy, serve, step, submit
+from common.serving.session import PROBE, PROMPT_CHUNK, Event, Request, Session, Stats
 
 BODY = 16 << 20  # bytes of a request
 BACKLOG = 4096  # events that a client may leave unread
 STALLED = 60.0  # seconds in which a client must take some of a reply that has ended
 WAITING = 128  # connections that may wait to be accepted
+QUIET = 5.0  # seconds after which a stream that has nothing to send sends a comment
+IDLE = 75  # seconds that a connection stays open; proxies close theirs after 60
 
 
 class Answer:
@@ -69,10 +71,15 @@ class Answer:
         self.numbers = list[int]()  # of its requests in the session, whose thread has them
         self.left = len(requests)  # requests that have not ended
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        """Yields the choice and the event, until all choices have ended."""
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event] | None]:
+        """Yields the choice and the event, until all choices have ended. Yields None if nothing
+        came for QUIET seconds."""
         while self.left or not self.events.empty():
-            if isinstance(item := await self.events.get(), Exception):
+            item: tuple[int, Event] | Exception | None = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(QUIET):
+                    item = await self.events.get()
+            if isinstance(item, Exception):
                 raise item
             yield item
 
@@ -191,13 +198,13 @@ class Desk:
 
 
 async def body_of(call: Call) -> Any:
-    """Reads a body of JSON."""
+    """Reads a body of JSON. A large one takes a second, in which other clients are served."""
     data = bytearray()
     async for part in call.stream():
         data += part
         if len(data) > BODY:
             raise Refused(f"the body has more than {BODY} bytes", status=413)
-    return read_json(bytes(data))
+    return await asyncio.to_thread(read_json, bytes(data))
 
 
 async def watch(call: Call, answer: Answer) -> None:
@@ -207,11 +214,14 @@ async def watch(call: Call, answer: Answer) -> None:
     answer.events.put_nowait(Refused("the client has gone", status=499))
 
 
+UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # which proxies read
+
+
 class Stream(StreamingResponse):
     """Calls `at_end` whatever ends it, also if its client goes away."""
 
     def __init__(self, lines: AsyncIterator[str], at_end: Callable[[], None]):
-        super().__init__(lines, media_type="text/event-stream")
+        super().__init__(lines, media_type="text/event-stream", headers=UNBUFFERED)
         self.at_end = at_end
 
     async def __call__(self, *args: Any) -> None:
@@ -238,8 +248,9 @@ class Api:
             return Stream(lines, partial(self.desk.leave, answer))
         watcher = asyncio.create_task(watch(call, answer))
         try:
-            async for i, event in answer:
-                add(asked, choices[i], self.served.tok, event)
+            async for item in answer:
+                if item is not None:
+                    add(asked, choices[item[0]], self.served.tok, item[1])
         finally:
             watcher.cancel()
             self.desk.leave(answer)
@@ -259,8 +270,11 @@ class Api:
         last = dict(usage=None) if asked.usage else {}
         line = lambda **more: f"data: {json.dumps(known | more)}\n\n"
         try:
-            async for i, event in answer:
-                add(asked, choice := choices[i], tok, event)
+            async for item in answer:
+                if item is None:
+                    yield ": nothing to send yet\n\n"
+                    continue
+                add(asked, choice := choices[item[0]], tok, item[1])
                 if choice.content or choice.reasoning or choice.scores or choice.finish:
                     yield line(choices=[tell(asked, choice, tok)], **last)
             if asked.usage:
@@ -272,8 +286,10 @@ class Api:
     async def models(self, call: Call) -> Response:
         name = self.served.name
         if (asked := call.path_params.get("name", name)) != name:
-            raise Refused(f"the model here is {name}, not {asked[:80]}", status=404)
+            what = f"the model here is {name}, not {asked[:80]}"
+            raise Refused(what, "model", 404, "model_not_found")
         model = dict(id=name, object="model", created=self.created, owned_by="folio")
+        model |= dict(max_model_len=self.desk.session.capacity)
         is_one = "name" in call.path_params
         return JSONResponse(model if is_one else dict(object="list", data=[model]))
 
@@ -321,14 +337,15 @@ class Guard:
         host, origin = headers.get(b"host", "").lower(), headers.get(b"origin")
         name = re.sub(r":\d*$", "", host)
         if self.names and name not in self.names:
-            return Refused("this server has another name: see its Host header", status=403)
+            return Refused("this server has another name: see --allow-host", status=403)
         known = origin is None or origin.partition("//")[2].lower() == host
         if self.names and not known and not {origin, "*"} & {*self.origins}:
             return Refused("pages of this origin may not call: see --allow-origin", status=403)
-        given = headers.get(b"authorization", "").encode("latin-1")  # the bytes that came
-        wanted = f"Bearer {self.key}".encode()
+        scheme, _, given = headers.get(b"authorization", "").partition(" ")
+        data = given.strip(" ").encode("latin-1")  # the bytes that came
+        is_right = self.key and hmac.compare_digest(data, self.key.encode())
         open_to_all = scope["path"] in ("/", "/health")
-        if self.key and not open_to_all and not hmac.compare_digest(given, wanted):
+        if self.key and not open_to_all and not (is_right and scheme.lower() == "bearer"):
             return Refused("the API key is missing or wrong", status=401)
         return None
 
@@ -366,13 +383,14 @@ def open_listener(args: argparse.Namespace) -> socket.socket:
         raise ValueError(f"--serve {args.serve}: {getattr(error, 'strerror', error)}") from None
 
 
-def names_of(listener: socket.socket, place: str) -> set[str]:
-    """The names that a Host header may have, with that in --serve; empty if other machines can
-    connect."""
+def names_of(listener: socket.socket, place: str, allowed: Sequence[str]) -> set[str]:
+    """The names that a Host header may have, with those in --serve and --allow-host; empty if other
+    machines can connect."""
     host = listener.getsockname()[0]
     if not ipaddress.ip_address(host).is_loopback:
         return set()
-    return {"localhost", "127.0.0.1", "[::1]", host, place.rpartition(":")[0].lower()}
+    given = (place.rpartition(":")[0], *allowed)
+    return {"localhost", "127.0.0.1", "[::1]", host, *map(str.lower, given)}
 
 
 def key_of(args: argparse.Namespace) -> str | None:
@@ -386,19 +404,31 @@ def key_of(args: argparse.Namespace) -> str | None:
     return key
 
 
+def compile_programs(session: Session) -> None:
+    """Answers a short prompt, and a long one twice, so that no client waits for the programs of the
+    smallest chunk, of the largest one, of a copy and of a step."""
+    longest = min(PROMPT_CHUNK + 1, session.capacity)
+    for _ in serve(session, [Request([0] * n, 2 * PROBE) for n in (1, longest, longest)]):
+        pass
+    session.began, session.stats = 0.0, Stats(compile_s=session.stats.compile_s)
+
+
 def serve_http(session: Session, args: argparse.Namespace, listener: socket.socket) -> None:
     """Serves until SIGTERM or Ctrl-C, then ends what runs within --grace seconds."""
-    desk, names = Desk(session, args), names_of(listener, args.serve)
+    compile_programs(session)
+    desk, names = Desk(session, args), names_of(listener, args.serve, args.allow_host)
     ckpt = str(args.adapter or args.ckpt or session.model.module.__package__)
     name = Path(ckpt).resolve().name if Path(ckpt).is_dir() else ckpt
     key, origins = key_of(args), args.allow_origin
     guard = Middleware(Guard, names=names, origins=origins, key=key)
-    anything: Any = dict(allow_methods=["*"], allow_headers=["*"])
+    anything: Any = dict(allow_methods=["*"], allow_headers=["*"], allow_private_network=True)
     cors = Middleware(CORSMiddleware, allow_origins=origins, **anything)
     middleware = [cors, guard] if origins else [guard]
     errors = dict.fromkeys((Refused, HTTPException, Exception), refuse)
     app = Starlette(False, Api(desk, name).routes(), middleware, errors)
-    quiet: Any = dict(log_level="critical", lifespan="off", backlog=WAITING)
+    quiet: Any = dict(
+        log_level="critical", lifespan="off", backlog=WAITING, timeout_keep_alive=IDLE
+    )
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=5, **quiet))
     run = partial(desk.loop.run_until_complete, server.serve([listener]))
     thread = threading.Thread(target=run, daemon=True)

@@ -30,13 +30,24 @@ from common.text.tokenizer import Tokenizer, decode, encode
 BYTES = {character: byte for byte, character in enumerate(byte_characters())}
 
 
+# What programs read of an error, by status.
+CODES = {
+    400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found",
+    405: "method_not_allowed", 413: "body_too_large", 429: "rate_limit_exceeded",
+    499: "client_gone", 503: "unavailable",
+}  # fmt: skip
+
+
 class Refused(ValueError):
     """Why something is not served, in one sentence; and the field that is to blame."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400):
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
+    ):
         super().__init__(message)
         self.status, kind = status, "invalid_request_error" if status < 500 else "server_error"
-        self.object = {"error": dict(message=message, type=kind, param=param, code=status)}
+        code = code or CODES.get(status, kind)
+        self.object = {"error": dict(message=message, type=kind, param=param, code=code)}
 
 
 class Kind(NamedTuple):
@@ -53,6 +64,11 @@ def number(low: float, high: float) -> Kind:
 
 def integer(low: int, high: int) -> Kind:
     return Kind(f"an integer from {low} to {high}", lambda x: type(x) is int and low <= x <= high)
+
+
+def or_minus_one(kind: Kind) -> Kind:
+    """Some clients send -1 for what is not set."""
+    return Kind(kind.name, lambda x: kind.holds(x) or (type(x) is int and x == -1))
 
 
 def all_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -82,6 +98,7 @@ def are_options(x: Any) -> bool:
 is_text, is_object = lambda x: isinstance(x, str), lambda x: isinstance(x, dict)
 are_ids, are_texts = all_of(lambda x: type(x) is int), all_of(is_text)
 TEXT, FLAG = Kind("a text", is_text), Kind("true or false", lambda x: isinstance(x, bool))
+OBJECT = Kind("an object", is_object)
 TEXTS = Kind("a text or a list of texts", lambda x: is_text(x) or are_texts(x))
 STOPS = Kind("a text of at most 1000 characters, or a list of at most 16", are_stops)
 PROMPT = Kind(
@@ -91,24 +108,34 @@ PROMPT = Kind(
 OPTIONS = Kind("an object with include_usage alone, true or false", are_options)
 COUNT, SCORES, SHARE = integer(0, 2**31 - 1), integer(0, LIKELIEST), number(0, 1)
 BOTH = dict(
-    model=TEXT, stream=FLAG, stream_options=OPTIONS, max_tokens=COUNT,
-    n=integer(1, 32), temperature=number(0, 2), top_p=SHARE, top_k=COUNT, min_p=SHARE,
-    seed=integer(-(2**63), 2**63 - 1), stop=STOPS,
-    user=TEXT, prompt_cache_key=TEXT, safety_identifier=TEXT,  # these three change nothing
+    model=TEXT, stream=FLAG, stream_options=OPTIONS, max_tokens=or_minus_one(COUNT),
+    n=integer(1, 32), temperature=number(0, 2), top_p=SHARE, top_k=or_minus_one(COUNT), min_p=SHARE,
+    seed=integer(-(2**63), 2**63 - 1), stop=STOPS, cache_salt=TEXT,
+    # These change nothing.
+    user=TEXT, prompt_cache_key=TEXT, safety_identifier=TEXT, metadata=OBJECT, service_tier=TEXT,
+    prompt_cache_options=OBJECT, prompt_cache_retention=TEXT,
 )  # fmt: skip
 MESSAGES = Kind("a list of messages", all_of(is_object))
 FIELDS: dict[str, dict[str, Kind]] = dict(
     chat=dict(
-        messages=MESSAGES, max_completion_tokens=COUNT, logprobs=FLAG, top_logprobs=SCORES, **BOTH
+        messages=MESSAGES,
+        max_completion_tokens=or_minus_one(COUNT),
+        logprobs=FLAG,
+        top_logprobs=SCORES,
+        **BOTH,
     ),
     text=dict(prompt=PROMPT, logprobs=SCORES, echo=FLAG, **BOTH),
 )
-# Fields that are not supported. Each is accepted if it is null or has this value, its default.
-UNSUPPORTED: dict[str, Any] = dict(
-    tools=[], tool_choice="none", parallel_tool_calls=True, functions=[], function_call="none",
-    response_format={"type": "text"}, frequency_penalty=0, presence_penalty=0, logit_bias={},
-    best_of=1, suffix="", modalities=["text"], audio={}, prediction={}, store=False, metadata={},
-    service_tier="auto", reasoning_effort=None, verbosity=None, web_search_options=None,
+# Fields that are not supported. Each is accepted if it is null or has one of these values, which
+# change nothing.
+UNSUPPORTED: dict[str, list[Any]] = dict(
+    tools=[[]], tool_choice=["none", "auto"], parallel_tool_calls=[True, False], functions=[[]],
+    function_call=["none", "auto"], response_format=[{"type": "text"}], frequency_penalty=[0],
+    presence_penalty=[0], repetition_penalty=[1], logit_bias=[{}], best_of=[1], suffix=[""],
+    modalities=[["text"]], audio=[{}], prediction=[{}], store=[False], reasoning_effort=[],
+    verbosity=["medium"], web_search_options=[], moderation=[{}], min_tokens=[0],
+    ignore_eos=[False], skip_special_tokens=[True], add_generation_prompt=[True],
+    chat_template_kwargs=[{}], provider_specific_fields=[{}],
 )  # fmt: skip
 
 
@@ -116,8 +143,14 @@ def read_json(data: bytes) -> Any:
     def refuse(name: str) -> NoReturn:
         raise ValueError(f"{name} is not a number of JSON")
 
+    # Between these two calls, and only there, other threads can run.
+    hooks = dict(parse_int=lambda x: int(x), object_hook=lambda x: x)
     try:
-        return parse_json(data.decode(), parse_constant=refuse)
+        return parse_json(data.decode(), parse_constant=refuse, **hooks)
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])[1:-1]
+        what = f"{half} without the character's other half"
+        raise Refused(f"a text has {what}: send the whole emoji, or none") from None
     except (ValueError, RecursionError) as error:
         raise Refused(f"the body is not JSON: {str(error)[:200]}") from None
 
@@ -131,12 +164,15 @@ def fields_of(kind: str, body: Any) -> dict[str, Any]:
         if name in known and not known[name].holds(value):
             raise Refused(f"{name} must be {known[name].name}", name)
         if name not in known and name not in UNSUPPORTED:
-            raise Refused(f"there is no field {name[:80]!r}", name[:80])
-        if name not in known and value != UNSUPPORTED[name]:
-            raise Refused(f"{name} is not supported", name)
+            raise Refused(f"there is no field {name[:80]!r}", name[:80], code="unknown_parameter")
+        if name not in known and value not in UNSUPPORTED[name]:
+            raise Refused(f"{name} is not supported", name, code="unsupported_parameter")
     if (needed := "messages" if kind == "chat" else "prompt") not in given:
         raise Refused(f"{needed} is missing", needed)
-    return given
+    unset = {
+        name for name in ("max_tokens", "max_completion_tokens", "seed") if given.get(name) == -1
+    }
+    return {name: x for name, x in given.items() if name not in unset}
 
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +181,8 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
     if role not in ("system", "developer", "user", "assistant"):
         raise Refused("a role must be system, developer, user or assistant", "messages")
     # Clients send the model's own messages back, including empty fields and reasoning_content.
-    wrong = {name for name, x in message.items() if x not in (None, "", [])}
+    wrong = {name for name, x in message.items() if x not in (None, "", [], {})}
+    wrong -= {"type"} if message.get("type") in ("text", "message") else set()
     if wrong := wrong - {"role", "content", "name", "reasoning_content"}:
         raise Refused(f"{min(wrong)[:80]} is not supported in a message", "messages")
     parts: Any = [dict(type="text", text=content)] if is_text(content) else content
@@ -181,7 +218,7 @@ def prompts_of(served: Served, kind: str, given: dict[str, Any]) -> list[list[in
     session, tok = served.session, served.tok
     if kind == "chat":
         if len(given["messages"]) > session.capacity:
-            raise Refused(f"more messages than the cache's {session.capacity} tokens", "messages")
+            raise too_long(session, f"the conversation has {len(given['messages'])} messages")
         texts: Any = [[plain(message) for message in given["messages"]]]
         sizes = [sum(len(message["content"]) for message in texts[0])]
     else:
@@ -191,7 +228,7 @@ def prompts_of(served: Served, kind: str, given: dict[str, Any]) -> list[list[in
     if len(texts) * given.get("n", 1) > served.most:
         raise Refused(f"a request may ask for {served.most} texts at most", "n")
     if max(sizes) > session.capacity * served.longest:
-        raise Refused(f"the prompt has more tokens than the cache's {session.capacity}")
+        raise too_long(session, f"the prompt has {max(sizes)} characters")
     try:
         ids = [
             encode_chat(tok, x) if kind == "chat" else encode(tok, x) if is_text(x) else x
@@ -199,7 +236,14 @@ def prompts_of(served: Served, kind: str, given: dict[str, Any]) -> list[list[in
         ]
     except ValueError as error:
         raise Refused(str(error)) from None
+    if max(map(len, ids)) > session.capacity:
+        raise too_long(session, f"the prompt has {max(map(len, ids))} tokens")
     return ids
+
+
+def too_long(session: Session, what: str) -> Refused:
+    limit = f"this model's maximum context length is {session.capacity} tokens (see --max-len)"
+    return Refused(f"{what}, but {limit}", code="context_length_exceeded")
 
 
 class Asked(NamedTuple):
@@ -224,7 +268,7 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
     """Reads a request. Refused if it cannot be served."""
     given, session, tok = fields_of(kind, body), served.session, served.tok
     if given.get("model", served.name) != served.name:
-        raise Refused(f"the model here is {served.name}", "model", 404)
+        raise Refused(f"the model here is {served.name}", "model", 404, "model_not_found")
     get, echo, n = given.get, given.get("echo", False), given.get("n", 1)
     wanted = get("logprobs")
     if kind == "chat":
@@ -236,19 +280,23 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
     requests, most = list[Request](), get("max_completion_tokens", get("max_tokens"))
     if most == 0 and not echo:
         raise Refused("max_tokens must be at least 1, but for echo", "max_tokens")
+    stops = list_of(get("stop", []))
     ends = tok.stop_ids | (end_of_turn(tok) if kind == "chat" else set())
+    # A special token has no text in the reply, so it is told by its id.
+    ends |= tok.special_ids & {tok.backend.token_to_id(text) for text in stops}
     for ids in prompts_of(served, kind, given):
         room = session.capacity + 1 - len(ids) if kind == "chat" else 16
         request = Request(
             ids,
             max(1, room if most is None else most),
             **{"temperature": 1.0, **session.model.sampling}
-            | {name: given[name] for name in SETTINGS if name in given},
+            | {name: max(given[name], 0) for name in SETTINGS if name in given},
             stop_ids=ends,
-            stop=list_of(get("stop", [])),
+            stop=stops,
             is_chat=kind == "chat",
             logprobs=wanted,
             echo=echo and wanted is not None,
+            cache_salt=get("cache_salt", ""),
         )
         try:
             check_request(request, session.capacity, session.model.config)
