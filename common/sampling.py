@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from common.sharding import DATA, MODEL, P
+
 INVALID = -1  # instead of a token, if the logits are not finite numbers
 # Tokens in a block, and blocks in a group. It is near the cube root of V, so that all prefix sums
 # are short: over the groups, over the blocks of a group, and in a block.
@@ -74,9 +76,17 @@ PARAMETERS = {
 }
 
 
+# Those of `Rules` that are one number for each slot.
+PENALTIES = {
+    "repetition_penalty": Parameter(np.float32, lambda p: 0 < p < np.inf, "finite and > 0"),
+    "frequency_penalty": Parameter(np.float32, lambda p: -2 <= p <= 2, "in [-2, 2]"),
+    "presence_penalty": Parameter(np.float32, lambda p: -2 <= p <= 2, "in [-2, 2]"),
+}
+
+
 def check(name: str, value: Any) -> None:
     """ValueError if a parameter has an invalid value."""
-    dtype, valid, must_be = PARAMETERS[name]
+    dtype, valid, must_be = (PARAMETERS | PENALTIES)[name]
     real = dtype is np.float32
     with np.errstate(over="ignore"):
         # Judged as the float32 that it becomes: 1e-60 is not a positive top_p.
@@ -91,6 +101,62 @@ def check_sampling(*values: Any) -> None:
     `Sampling`."""
     for name, value in zip(PARAMETERS, values, strict=True):
         check(name, value)
+
+
+class Rules(NamedTuple):
+    """What slots ask about single tokens, before one is sampled; N biases and W words a slot."""
+
+    allowed_BW: Array  # uint32; bit i of word w allows the token 32 w + i
+    bias_id_BN: Array  # int32: tokens to whose logits a bias is added; -1 is none
+    bias_BN: Array  # float32
+    # float32; divides a logit above 0, and multiplies one below, of each token in the prompt or in
+    # the reply (CTRL, arXiv 1909.05858, and Hugging Face transformers); 1 is off
+    repetition_B: Array
+    # float32; taken off a logit as often as the reply has the token, and once if it has it (OpenAI)
+    frequency_B: Array
+    presence_B: Array
+    # int32: 2 for each time that the reply has a token, and 1 if the prompt has it. V is the
+    # device's part of the vocabulary. None if no slot has a penalty.
+    seen_BV: Array | None
+
+
+RULES_SPEC: Any = Rules(*(P(DATA),) * 6, seen_BV=P(DATA, MODEL))
+
+
+def ruled(logits_BV: Array, rules: Rules | None, axes: tuple[str, ...]) -> Array:
+    """Applies the rules in the order of their fields, but for `allowed_BW`, which comes last. A
+    logit that is no number stays, so that `sample` sees it."""
+    if rules is None:
+        return logits_BV
+    (B, V), first = logits_BV.shape, lax.axis_index(axes) * logits_BV.shape[1]
+    at_BN = own_index(rules.bias_id_BN, V, axes)
+    x_BV = logits_BV.at[jnp.arange(B)[:, None], at_BN].add(rules.bias_BN, mode="drop")
+    if rules.seen_BV is not None:
+        factor_BV = jnp.where(rules.seen_BV > 0, rules.repetition_B[:, None], 1)
+        x_BV = jnp.where(x_BV > 0, x_BV / factor_BV, x_BV * factor_BV)
+        count_BV = rules.seen_BV // 2
+        x_BV -= rules.frequency_B[:, None] * count_BV
+        x_BV -= rules.presence_B[:, None] * (count_BV > 0)
+    words = V // 32 + 2  # a device's part may begin and end inside a word
+    allowed_BW = jnp.pad(rules.allowed_BW, ((0, 0), (0, words)))
+    allowed_BW = lax.dynamic_slice_in_dim(allowed_BW, first // 32, words, axis=1)
+    bits_BV = (allowed_BW[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1).reshape(B, -1)
+    bits_BV = lax.dynamic_slice_in_dim(bits_BV, first % 32, V, axis=1)
+    return jnp.where((bits_BV > 0) | ~(x_BV < jnp.inf), x_BV, -jnp.inf)
+
+
+def count_token(rules: Rules, token_B: Array, is_on_B: Array, axes: tuple[str, ...]) -> Rules:
+    """Counts the newest token of the slots that are on."""
+    if (seen_BV := rules.seen_BV) is None:
+        return rules
+    at_B = own_index(jnp.where(is_on_B, token_B, -1), seen_BV.shape[1], axes)
+    return rules._replace(seen_BV=seen_BV.at[jnp.arange(len(at_B)), at_B].add(2, mode="drop"))
+
+
+def own_index(id_: Array, V: int, axes: tuple[str, ...]) -> Array:
+    """The index of ids in the device's part of the vocabulary; V, which is none, for the others."""
+    at = id_ - lax.axis_index(axes) * V
+    return jnp.where((at >= 0) & (at < V), at, V)
 
 
 def sample(

@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from common.kernels.dispatch import AUTO, KERNEL_FREE
-from common.sampling import Sampling, Scores, sample, scores
+from common.sampling import RULES_SPEC, Rules, Sampling, Scores, count_token, ruled, sample, scores
 from common.sharding import DATA, MODEL, P
 from common.weights import specs_like
 
@@ -30,6 +30,7 @@ def verify(
     sampling: Sampling,
     length_B: Array,
     vocab_size: int,
+    rules: Rules | None = None,
 ) -> tuple[Array, Array]:
     """Verifies the K drafts of each slot. Called inside `shard_map`.
 
@@ -37,13 +38,15 @@ def verify(
       logits_BTV: float32, of T = K + 1 tokens, which are the slot's newest token and its drafts; of
         the device's part of the vocabulary.
       length_B: the length of the slot before these T tokens.
+      rules: of the first of them. A slot that has rules may have no drafts.
 
     Returns the T tokens [B, T] that the model produces after each of them, and how many of these
     count [B]: all up to and including the first that differs from the draft for its position.
     """
-    T = logits_BTV.shape[1]
+    logits = [logits_BTV[:, t] for t in range(logits_BTV.shape[1])]
+    logits[0] = ruled(logits[0], rules, MODEL)
     tokens_BT = jnp.stack(
-        [sample(logits_BTV[:, t], sampling, length_B + t + 1, vocab_size, MODEL) for t in range(T)],
+        [sample(x, sampling, length_B + t + 1, vocab_size, MODEL) for t, x in enumerate(logits)],
         axis=1,
     )
     right_BK = tokens_BT[:, :-1] == draft_BK
@@ -91,27 +94,30 @@ def generate(
     state: Any,
     draft_BK: Array,
     wanted: Array | None = None,
+    rules: Rules | None = None,
     *,
     config: Any,
     mesh: Mesh,
     implementation: str = AUTO,
     likeliest: int = 0,
-) -> tuple[Any, Array, Scores | None]:
+) -> tuple[Any, Array, Scores | None, Rules | None]:
     """`model.generate` with K drafted tokens for each slot, int32 [B, K]; K may be 0.
 
-    Returns the state; the new tokens, int32 [B, K + 1], filled up with NO_TOKEN or NO_DRAFT; and
-    their scores with those of the `likeliest` tokens: zeros if the bool scalar `wanted` is false,
-    None if it is None. `state` is donated. Tokens past the capacity are not cached, so the tokens
-    after them are wrong: the caller must not take tokens beyond the capacity.
+    Returns the state; the new tokens, int32 [B, K + 1], filled up with NO_TOKEN or NO_DRAFT; their
+    scores with those of the `likeliest` tokens: zeros if the bool scalar `wanted` is false, None if
+    it is None; and the rules, in which the new tokens count. `state` is donated. Tokens past the
+    capacity are not cached, so the tokens after them are wrong: the caller must not take tokens
+    beyond the capacity.
     """
 
-    def run(weights: Any, state: Any, draft_BK: Array, wanted: Array | None) -> Any:
+    def run(weights: Any, state: Any, draft_BK: Array, wanted: Array | None, rules: Any) -> Any:
         tokens_BT = jnp.concatenate([state.token_B[:, None], draft_BK], axis=1)
         length_B, is_filled = state.length_B, state.length_B > 0
         end_B = jnp.where(is_filled, length_B + tokens_BT.shape[1], 0)
         given: Any = weights, state.cache, tokens_BT, end_B, config, implementation
         logits_BTV, cache = model.forward(*given)
-        new_BT, count_B = verify(logits_BTV, draft_BK, state.sampling, length_B, config.vocab_size)
+        known: Any = state.sampling, length_B, config.vocab_size, rules
+        new_BT, count_B = verify(logits_BTV, draft_BK, *known)
         count_B = jnp.where(is_filled, count_B, 0)
         newest_B = new_BT[jnp.arange(len(new_BT)), count_B - 1]
         token_B = jnp.where(is_filled, newest_B, state.token_B)
@@ -119,41 +125,47 @@ def generate(
         scored = None
         if wanted is not None:
             scored = scores(logits_BTV, new_BT, wanted, likeliest, config.vocab_size, MODEL)
+        rules = rules and count_token(rules, newest_B, is_filled, MODEL)
         new_BT = counting(new_BT, count_B)
-        return state, jnp.where(tokens_BT == NO_DRAFT, NO_DRAFT, new_BT), scored
+        return state, jnp.where(tokens_BT == NO_DRAFT, NO_DRAFT, new_BT), scored, rules
 
-    specs = specs_like(weights, model.weight_layout(config)), model.STATE_SPEC, P(DATA), P()
-    out_specs, check = (model.STATE_SPEC, P(DATA), P(DATA)), implementation in KERNEL_FREE
+    spec, ruled_by = model.STATE_SPEC, rules and RULES_SPEC
+    specs = specs_like(weights, model.weight_layout(config)), spec, P(DATA), P(), ruled_by
+    out_specs, check = (spec, P(DATA), P(DATA), ruled_by), implementation in KERNEL_FREE
     run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check)
-    return run(weights, state, draft_BK, wanted)
+    return run(weights, state, draft_BK, wanted, rules)
 
 
 @partial(
     jax.jit,
     static_argnames=("files", "mesh", "implementation", "K", "likeliest"),
-    donate_argnames=("states", "text_BS"),
+    donate_argnames=("states", "text_BS", "rules"),
 )
 def decode(
     weights: Sequence[Any],
     states: Sequence[Any],
     text_BS: Array | None,
     wanted: Array | None,
+    rules: Rules | None = None,
+    is_ruled_B: Array | None = None,
     *,
     files: tuple[tuple[ModuleType, Any], ...],
     mesh: Mesh,
     implementation: str,
     K: int,
     likeliest: int,
-) -> tuple[list[Any], Array | None, Array, Scores | None]:
+) -> tuple[list[Any], Array | None, Rules | None, Array, Scores | None]:
     """`generate` with K drafts for each slot. If there are two models, the second one drafts; else
     the drafts are looked up.
 
     Args:
       text_BS: int32, the tokens of each slot, of which the newest is at its length; None if K is 0.
       wanted: whether scores are computed; None if no request may ask for them.
+      rules: of slots that have some, bool [B]. These verify no draft.
       files: the model file and the config of each model.
 
-    Returns the states, the tokens of each slot, the new ones [B, K + 1], and their scores.
+    Returns the states, the tokens of each slot, the rules, the new tokens [B, K + 1], and their
+    scores.
     """
     (main, *rest), where = states, dict[str, Any](mesh=mesh, implementation=implementation)
     (model, config), length_B = files[0], main.length_B
@@ -162,12 +174,14 @@ def decode(
         draft_BK, rest[0] = draft(*files[1], weights[1], rest[0], main, text_BS, K, **where)
     elif K and text_BS is not None:
         draft_BK = lookup(text_BS, length_B, K)
-    static: Any = dict(config=config, likeliest=likeliest, **where)
-    main, new_BT, scored = generate(model, weights[0], main, draft_BK, wanted, **static)
+    if is_ruled_B is not None:
+        draft_BK = jnp.where(is_ruled_B[:, None], NO_DRAFT, draft_BK)
+    known, static = (weights[0], main, draft_BK, wanted, rules), dict(likeliest=likeliest, **where)
+    main, new_BT, scored, rules = generate(model, *known, config=config, **static)
     if text_BS is not None:
         at_BT = length_B[:, None] + 1 + jnp.arange(new_BT.shape[1])
         text_BS = text_BS.at[jnp.arange(len(text_BS))[:, None], at_BT].set(new_BT, mode="drop")
-    return [main, *rest], text_BS, new_BT, scored
+    return [main, *rest], text_BS, rules, new_BT, scored
 
 
 def draft(

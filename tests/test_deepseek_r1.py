@@ -276,7 +276,7 @@ def test_drafts_are_kept_up_to_the_first_that_is_wrong(K):
             draft = np.array([want[len(got) : len(got) + K]], np.int32)
             if wrong is not None:
                 draft[0, wrong] = (draft[0, wrong] + 1) % opened.config.vocab_size
-            state, new_BT, _ = speculate.generate(llama, opened.weights, state, draft, **static)
+            state, new_BT, *_ = speculate.generate(llama, opened.weights, state, draft, **static)
             held = K + 1 if wrong is None else wrong + 1
             assert (np.asarray(new_BT[0]) != speculate.NO_TOKEN).tolist() == [
                 t < held for t in range(K + 1)
@@ -291,7 +291,7 @@ def test_drafts_are_kept_up_to_the_first_that_is_wrong(K):
 def test_an_empty_slot_stays_empty_whatever_is_drafted():
     opened = load_model(llama, mesh=make_mesh(), dtype="float32")
     state = start_session(opened, 2, 32).states[0]
-    state, new_BT, _ = speculate.generate(
+    state, new_BT, *_ = speculate.generate(
         llama,
         opened.weights,
         state,

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from common.cache import APPENDED
 from common.kernels.dispatch import AUTO, KERNEL_FREE
-from common.sampling import Scores, sample, scores
+from common.sampling import RULES_SPEC, Rules, Scores, ruled, sample, scores
 from common.serving.load import Model, cache_dtype, init_state
 from common.sharding import DATA, MODEL, P
 from common.weights import specs_like
@@ -67,20 +67,22 @@ def logits(
     static_argnames=("model", "likeliest", "config", "mesh", "implementation"),
     donate_argnames="state",
 )
-def prefill_scored(
+def prefill_asked(
     model: Any,
     weights: Any,
     state: Any,
     tokens_BT: jax.Array,
     count_B: jax.Array,
-    after_B: jax.Array,
+    after_B: jax.Array | None = None,
+    rules: Rules | None = None,
     *,
     likeliest: int = LIKELIEST,
     config: Any,
     mesh: Mesh,
     implementation: str = AUTO,
-) -> tuple[Any, Scores]:
-    """`prefill` of a model file, which also scores the token that follows each of the T tokens.
+) -> tuple[Any, Scores | None]:
+    """`prefill` of a model file, for what requests may ask beside it: rules of the token that is
+    sampled, and scores of the token that follows each of the T tokens.
 
     Args:
       tokens_BT, count_B: int32, as in `prefill`.
@@ -91,23 +93,28 @@ def prefill_scored(
     Returns the state and `Scores`, with X = likeliest. `state` is donated.
     """
 
-    def run(weights: Any, state: Any, tokens_BT: Any, count_B: Any, after_B: Any) -> Any:
-        is_on_B, length_B = count_B > 0, state.length_B + count_B
+    def run(
+        weights: Any, state: Any, tokens_BT: Any, count_B: Any, after_B: Any, rules: Any
+    ) -> Any:
+        is_on_B, length_B, scored = count_B > 0, state.length_B + count_B, None
         end_B = jnp.where(is_on_B, state.length_B + tokens_BT.shape[1], 0)
         given: Any = weights, state.cache, tokens_BT, end_B, config, implementation
-        logits_BTV, cache = model.forward(*given)
+        logits, cache = model.forward(*given, count_B - 1 if after_B is None else None)
         last = jnp.arange(len(count_B)), count_B - 1
-        token_B = sample(logits_BTV[last], state.sampling, length_B, config.vocab_size, MODEL)
-        next_BT = jnp.roll(tokens_BT, -1, axis=1)
-        next_BT = next_BT.at[last].set(jnp.where(after_B < 0, token_B, after_B))
-        scored = scores(logits_BTV, next_BT, True, likeliest, config.vocab_size, MODEL)
+        last_BV = ruled(logits if after_B is None else logits[last], rules, MODEL)
+        token_B = sample(last_BV, state.sampling, length_B, config.vocab_size, MODEL)
+        if after_B is not None:
+            next_BT = jnp.roll(tokens_BT, -1, axis=1)
+            next_BT = next_BT.at[last].set(jnp.where(after_B < 0, token_B, after_B))
+            scored = scores(logits, next_BT, True, likeliest, config.vocab_size, MODEL)
         token_B = jnp.where(is_on_B, token_B, state.token_B)
         return state._replace(cache=cache, length_B=length_B, token_B=token_B), scored
 
-    specs = specs_like(weights, model.weight_layout(config)), model.STATE_SPEC, *(P(DATA),) * 3
+    layout, by_slot = model.weight_layout(config), (P(DATA),) * 3
+    specs = specs_like(weights, layout), model.STATE_SPEC, *by_slot, rules and RULES_SPEC
     out_specs, check = (model.STATE_SPEC, P(DATA)), implementation in KERNEL_FREE
     run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check)
-    return run(weights, state, tokens_BT, count_B, after_B)
+    return run(weights, state, tokens_BT, count_B, after_B, rules)
 
 
 def log_probabilities(model: Model, ids: Sequence[int]) -> jax.Array:

@@ -19,6 +19,7 @@ from common.sampling import INVALID
 from common.serving import steps
 from common.serving.load import Model
 from common.serving.prefixes import longest
+from common.serving.rules import check_grammar, start_guide
 from common.serving.score import score_of
 from common.serving.session import (
     PROMPT_CHUNK,
@@ -49,6 +50,10 @@ def submit(session: Session, request: Request) -> int:
     check_request(request, session.capacity, session.model.config)
     if request.logprobs is not None and not session.logprobs:
         raise ValueError("this session gives no log-probabilities")
+    if request.is_ruled and hasattr(session.states[0], "new_BT"):
+        raise ValueError("--draft mtp goes with no grammar, no bias and no penalty")
+    if request.grammar is not None:
+        check_grammar(session.model, request.grammar)
     session.began = session.began or time.perf_counter()
     # Copies, because the caller may change what was given; and lists, because JSON has no sets.
     own = request._replace(prompt=[*map(int, request.prompt)], stop_ids=[*request.stop_ids])
@@ -79,7 +84,9 @@ def step(session: Session) -> list[Event]:
     began = time.perf_counter()
     receive(session)
     behind, session.ahead = session.ahead, None
-    if behind and session.read:  # first tokens, which need not wait for what is dispatched next
+    # First tokens need not wait for what is dispatched next. What a grammar allows next depends on
+    # its newest token.
+    if behind and (session.read or any(work.guide for work in behind.works.values())):
         return book(session, behind, began)
     with timed(session.stats, "prefill_s"):
         steps.settle(session)
@@ -117,7 +124,8 @@ def receive(session: Session) -> None:
             request = Request(*fields)
             prompt, tok = [*request.prompt], session.model.tokenizer
             speech = tok and start_speech(tok, prompt, request.is_chat, request.stop)
-            session.works[number] = work = Work(number, request, prompt, speech)
+            guide = request.grammar and start_guide(session.model, request.grammar)
+            session.works[number] = work = Work(number, request, prompt, speech, guide=guide)
             session.waiting[number] = work
         elif (given_up := session.works.pop(number, None)) is not None:
             given_up.ended = True
@@ -193,6 +201,7 @@ def add(session: Session, work: Work, new: Any, row: int) -> list[Event]:
 def end_of(session: Session, work: Work, event: Event) -> Event:
     """The event of a request's newest token, with its text, and whether the reply ends there."""
     tok, finish, request, text = session.model.tokenizer, None, work.request, ""
+    guide = work.guide if work.is_guided else None
     if event.token == INVALID:
         finish = "invalid"
     elif event.token in request.stop_ids:
@@ -204,7 +213,8 @@ def end_of(session: Session, work: Work, event: Event) -> Event:
         return event._replace(finish=finish)
     if finish in (None, "length"):
         work.speech, text = say(tok, work.speech, event.token)
-        finish = "stop" if work.speech.stream.stopped else finish
+        ended = guide and (not guide.consume_token(event.token) or guide.is_stopped())
+        finish = "stop" if work.speech.stream.stopped or ended else finish
     text += stream_flush(tok, work.speech.stream) if finish else ""
     return event._replace(finish=finish, text=text, channel=work.speech.channel)
 

@@ -24,15 +24,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from common.cache import shortest_beginning
-from common.sampling import check_sampling
+from common.sampling import PENALTIES, check, check_sampling
 from common.serving.load import Model, cache_dtype, check_fits, init_state
 from common.serving.prefixes import HOST, KEPT, Prefixes, Text
 from common.serving.score import LIKELIEST, Score
 from common.sharding import DATA, P
-from common.text.harmony import FINAL, Speech
+from common.text.harmony import FINAL, Speech, is_answer
 
 PROMPT_CHUNK = 512  # tokens read at once; enough to be compute-bound, few enough for memory
 DRAFT_TOKENS = 4
+BIASES = 512  # tokens of a request that may have one
 PROBE, PERIOD = 4, 256  # `Gain`: the slower way is tried for PROBE of PERIOD steps
 
 
@@ -52,10 +53,24 @@ class Request(NamedTuple):
     logprobs: int | None = None  # scores the tokens of the reply, and this many of the likeliest
     echo: bool = False  # with logprobs: scores the tokens of the prompt, too
     cache_salt: str = ""  # cached prefixes are reused only by requests with the same salt
+    # The rules of its tokens: see `Rules`.
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Sequence[tuple[int, float]] = ()  # token ids, and what is added to their logits
+    grammar: str | None = None  # of llguidance, which the answer must fit; what is thought is free
 
     @property
     def sampling(self) -> tuple[Any, ...]:
         return self[2:7]
+
+    @property
+    def has_penalty(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
+    @property
+    def is_ruled(self) -> bool:
+        return self.has_penalty or bool(self.logit_bias) or self.grammar is not None
 
 
 class Counts(NamedTuple):
@@ -93,6 +108,12 @@ class Work:
     ended: bool = False  # or given up
     scores: list[Score] = field(default_factory=list)  # of the prompt and of the first token
     counts: Counts = field(default_factory=Counts)
+    guide: Any = None  # how far the answer has come in its grammar
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether the next token must fit a grammar."""
+        return self.guide is not None and (self.speech is None or is_answer(self.speech))
 
     @property
     def left(self) -> int:
@@ -172,6 +193,7 @@ class Session:
     logprobs: bool  # whether requests may ask for them
     gain: Gain | None  # if drafts are turned off where they do not pay
     prefixes: list[Prefixes]  # what each data shard holds
+    seen_BV: jax.Array | None = None  # of `Rules`, for all slots, once a request has a penalty
     arrived: list[tuple[int, Request | None]] = field(default_factory=list)  # None: given up
     works: dict[int, Work] = field(default_factory=dict)  # all that have not ended, by number
     waiting: dict[int, Work] = field(default_factory=dict)  # by number, in order
@@ -291,9 +313,10 @@ def check_request(request: Request, capacity: int, config: Any, name: str = "the
     limit, vocab_size = config.max_position_embeddings, config.vocab_size
     try:
         ids = *request.prompt, *request.stop_ids
-        [index(x) for x in (*ids, request.max_new_tokens, request.logprobs or 0)]
+        biased = [i for i, _ in request.logit_bias]
+        [index(x) for x in (*ids, *biased, request.max_new_tokens, request.logprobs or 0)]
     except TypeError:
-        names = f"{name}, stop_ids, max_new_tokens and logprobs"
+        names = f"{name}, stop_ids, max_new_tokens, logprobs and the ids of logit_bias"
         raise ValueError(f"{names} must be whole numbers") from None
     stop = request.stop
     if not isinstance(stop, list | tuple) or not all(isinstance(x, str) for x in stop):
@@ -311,6 +334,14 @@ def check_request(request: Request, capacity: int, config: Any, name: str = "the
     if request.logprobs is not None and not 0 <= request.logprobs <= LIKELIEST:
         raise ValueError(f"logprobs must be in [0, {LIKELIEST}], got {request.logprobs}")
     check_sampling(*request.sampling)
+    for name in PENALTIES:
+        check(name, getattr(request, name))
+    if len(request.logit_bias) > BIASES:
+        raise ValueError(f"logit_bias has more than {BIASES} tokens")
+    for i, bias in request.logit_bias:
+        if not 0 <= i < vocab_size or not -100 <= bias <= 100:
+            what = f"ids in [0, {vocab_size}) and numbers in [-100, 100]"
+            raise ValueError(f"logit_bias must have {what}, got {i}: {bias}")
 
 
 compilations = 0  # programs that XLA compiled in this process

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from common.cache import COPY_BLOCK, copy_prefixes, slot_beginnings
-from common.sampling import INVALID, sampling_params
+from common.sampling import INVALID, RULES_SPEC, sampling_params
 from common.serving import prefixes
 from common.serving.prefixes import HOST, KEPT, READING, SLOT, Place, Text
-from common.serving.score import LIKELIEST, prefill_scored, score_of
+from common.serving.rules import rules_of, seen_tokens
+from common.serving.score import LIKELIEST, prefill_asked, score_of
 from common.serving.session import PROMPT_CHUNK, Ahead, Request, Session, Work, publish, timed
 from common.speculate import decode
 
@@ -54,16 +56,20 @@ def bucket_for(count: int) -> int:
 
 def prefill(session: Session) -> None:
     """Dispatches one program that reads a chunk of the prompt that has waited longest. All data
-    shards take part whose next chunk has the same bucket and is scored alike. So the chunks in
+    shards take part whose next chunk has the same bucket and the same program. So the chunks in
     which a prompt is read do not depend on the other prompts."""
     stats, model = session.stats, session.model
     if model.on_cpu:  # otherwise the last chunk would be computed while this one is compiled
         with timed(stats, "prefill_s"):
             jax.block_until_ready(session.prompts[0].token_B)
-    chunk_of = lambda work: (bucket_for(work.left), work.request.logprobs is not None)
+
+    def chunk_of(work: Work) -> tuple[int, bool, bool]:
+        asks = work.left <= PROMPT_CHUNK and work.request.is_ruled  # a token is sampled
+        return bucket_for(work.left), work.request.logprobs is not None, asks
+
     chunk = chunk_of(next(iter(session.reading.values())))
     together = {row: work for row, work in session.reading.items() if chunk_of(work) == chunk}
-    (bucket, scored), rows = chunk, session.rows
+    (bucket, scored, asks), rows = chunk, session.rows
     tokens_BT = np.zeros((rows, bucket), np.int32)
     count_B, after_B = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
     for row, work in together.items():
@@ -78,18 +84,19 @@ def prefill(session: Session) -> None:
     compiled_s = stats.compile_s
     with timed(stats, "prefill_s"):
         *given, after = jax.device_put((tokens_BT, count_B, after_B), session.by_shard)
+        rules = rules_of(session, together, rows) if asks else None
         for i, (prompts, reader) in enumerate(zip(session.prompts, session.models, strict=True)):
             known = reader.weights, prompts, *given
-            if i == 0 and scored:
-                session.prompts[0], scores = prefill_scored(
-                    reader.module, *known, after, **reader.static
-                )
+            if i > 0 or not (scored or asks):
+                session.prompts[i] = reader.module.prefill(*known, **reader.static)
+                continue
+            known = reader.module, *known, after if scored else None, rules
+            session.prompts[0], scores = prefill_asked(*known, **reader.static)
+            if scores is not None:
                 scores = jax.tree.map(np.asarray, publish(scores, model.mesh))
                 for row, work in together.items():
                     n, T = work.request.logprobs or 0, range(count_B[row])
                     work.scores += [score_of(scores, row, t, n) for t in T]
-            else:
-                session.prompts[i] = reader.module.prefill(*known, **reader.static)
         if session.read:
             new = publish((session.prompts[0].token_B, None), model.mesh)
             session.ahead = Ahead(new, session.read)
@@ -122,11 +129,23 @@ def settle(session: Session) -> None:
         slots.append(first + place.number)
         session.running[slots[-1]] = work
     session.read = {}
+    if any(session.running[slot].request.has_penalty for slot in slots):
+        new = dict(enumerate(session.running[slot] for slot in slots))
+        count_seen(session, np.array(slots), seen_tokens(session.model, new, len(slots)))
     for i, model in enumerate(session.models):
         state, prompts = session.states[i], session.prompts[i]
         session.states[i] = model.module.insert(state, prompts, slot_B, mesh=model.mesh)
     if session.text_BS is not None:
         session.text_BS = set_rows(session.text_BS, texts, np.array(slots), session.by_shard)
+
+
+def count_seen(session: Session, slots: np.ndarray, seen: np.ndarray) -> None:
+    """Sets what the texts of slots have seen, for their penalties."""
+    sharding = NamedSharding(session.model.mesh, RULES_SPEC.seen_BV)
+    if session.seen_BV is None:
+        shape = session.slots, seen.shape[1]
+        session.seen_BV = jnp.zeros(shape, jnp.int32, device=sharding)
+    session.seen_BV = set_rows(session.seen_BV, seen, slots, sharding)
 
 
 @partial(jax.jit, static_argnames="sharding", donate_argnames="x")
@@ -142,7 +161,8 @@ def generate(session: Session) -> None:
     filled = sum(len(work.tokens) for work in works.values())
     session.stats.filled += filled / (session.slots * session.capacity)
     with timed(session.stats, "decode_s"):
-        if session.text_BS is None and not session.logprobs:
+        rules = rules_of(session, works, session.slots, session.seen_BV)
+        if session.text_BS is None and not session.logprobs and rules is None:
             state = model.module.generate(model.weights, session.states[0], **model.static)
             # A state with new_BT drafts in every step, so there is nothing for `Gain` to weigh.
             session.states[0], drafted = state, False
@@ -150,18 +170,24 @@ def generate(session: Session) -> None:
         else:
             drafted = session.text_BS is not None and session.drafting
             wanted = any(work.request.logprobs is not None for work in works.values())
-            session.states, session.text_BS, *new = decode(
+            is_ruled_B = np.zeros(session.slots, bool)
+            is_ruled_B[[slot for slot, work in works.items() if work.request.is_ruled]] = True
+            session.states, session.text_BS, rules, *new = decode(
                 [model.weights for model in models],
                 session.states,
                 session.text_BS,
                 # An array, so that one program serves steps with and without scores.
                 np.array(wanted) if session.logprobs else None,
+                rules,
+                None if rules is None else is_ruled_B,
                 files=tuple((model.module, model.config) for model in models),
                 mesh=model.mesh,
                 implementation=model.static["implementation"],
                 K=session.draft_tokens if drafted else 0,
                 likeliest=LIKELIEST,
             )
+            if rules is not None and rules.seen_BV is not None:
+                session.seen_BV = rules.seen_BV
         new = publish(new, model.mesh)
     session.ahead = Ahead(new, works, drafted, bool(session.reading))
 

@@ -60,6 +60,11 @@ class Speech(NamedTuple):
     channel: str = FINAL  # of the newest text
 
 
+def is_answer(speech: Speech) -> bool:
+    """Whether the next token belongs to the answer, and not to what is thought before it."""
+    return True
+
+
 def start_speech(
     tok: Tokenizer, prompt: Sequence[int], is_chat: bool, stop: Sequence[str]
 ) -> Speech:
