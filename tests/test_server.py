@@ -25,16 +25,10 @@ import pytest
 from engine import ENVIRONMENT, ROOT
 
 from common.command import cli
+from common.server.answers import Choice, scores_of_text, spelled
+from common.server.fields import FIELDS, UNSUPPORTED
 from common.server.http import Desk, Guard, body_of, names_of
-from common.server.protocol import (
-    FIELDS,
-    UNSUPPORTED,
-    Choice,
-    ask,
-    scores_of_text,
-    served_by,
-    spelled,
-)
+from common.server.protocol import ask, served_by
 from common.serving.load import load
 from common.serving.serve import complete, serve
 from common.serving.session import Request, Score, start_session

@@ -40,17 +40,9 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
-from common.server.protocol import (
-    Asked,
-    Choice,
-    Refused,
-    add,
-    ask,
-    read_json,
-    served_by,
-    tell,
-    usage_of,
-)
+from common.server.answers import Choice, add, tell, usage_of
+from common.server.fields import Refused, read_json
+from common.server.protocol import Asked, ask, served_by
 from common.serving.serve import cancel, is_busy, serve, step, submit
 from common.serving.session import PROBE, PROMPT_CHUNK, Event, Request, Session, Stats
 
