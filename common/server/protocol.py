@@ -23,7 +23,7 @@ from common.serving.session import (
     check_request,
 )
 from common.text.chat import encode_chat, end_of_turn
-from common.text.harmony import FINAL
+from common.text.reply import FINAL
 from common.text.tiktoken import byte_characters
 from common.text.tokenizer import Tokenizer, decode, encode
 

@@ -12,7 +12,7 @@ from common.command import converse
 from common.command.arguments import parser
 from common.serving.serve import end_of
 from common.serving.session import Event, Work
-from common.text.harmony import FINAL, ParserState, follow, speaks_harmony, start_speech
+from common.text.reply import FINAL, ParserState, follow, speaks_harmony, start_speech
 from common.text.tokenizer import Tokenizer, encode
 
 SPECIAL = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
