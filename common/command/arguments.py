@@ -134,7 +134,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--chat", **flag, help="hold a conversation: each line of standard input is a turn")
     add("--system", metavar="S", help="system message for the chat template")
     add("--raw", **flag, help="give the model the prompt without any chat template")
-    add("--show-analysis", **flag, help="also show what GPT-OSS writes before its answer")
+    add("--show-analysis", **flag, help="also show what the model thinks before its answer")
     told = "end the reply before this text; may be given several times"
     add("--stop", **several, metavar="S", help=told)
 

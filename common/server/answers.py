@@ -9,7 +9,7 @@ from common.sampling import INVALID
 from common.server.fields import Refused
 from common.server.protocol import Asked
 from common.serving.session import Counts, Event, Request, Score
-from common.text.harmony import FINAL
+from common.text.reply import FINAL
 from common.text.tiktoken import byte_characters
 from common.text.tokenizer import Tokenizer, decode
 

@@ -37,7 +37,7 @@ from common.serving.session import (
 )
 from common.sharding import DATA, round_up
 from common.speculate import NO_DRAFT, NO_TOKEN
-from common.text.harmony import say, start_speech
+from common.text.reply import say, start_speech
 from common.text.tokenizer import encode, stream_flush
 
 # Tokens. A read of fewer takes as long as a read of this many, because both read all weights.

@@ -29,7 +29,7 @@ from common.serving.load import Model, cache_dtype, check_fits, init_state
 from common.serving.prefixes import HOST, KEPT, Prefixes, Text
 from common.serving.score import LIKELIEST, Score
 from common.sharding import DATA, P
-from common.text.harmony import FINAL, Speech, is_answer
+from common.text.reply import FINAL, Speech
 
 PROMPT_CHUNK = 512  # tokens read at once; enough to be compute-bound, few enough for memory
 DRAFT_TOKENS = 4
@@ -113,7 +113,7 @@ class Work:
     @property
     def is_guided(self) -> bool:
         """Whether the next token must fit a grammar."""
-        return self.guide is not None and (self.speech is None or is_answer(self.speech))
+        return self.guide is not None
 
     @property
     def left(self) -> int:
