@@ -29,6 +29,7 @@ from common.server.answers import Choice, scores_of_text, spelled
 from common.server.fields import FIELDS, UNSUPPORTED
 from common.server.http import Desk, Guard, body_of, names_of
 from common.server.protocol import ask, served_by
+from common.server.responses import RESPONSES
 from common.serving.load import load
 from common.serving.serve import complete, serve
 from common.serving.session import Request, Score, start_session
@@ -488,8 +489,9 @@ def test_a_wrong_request_gets_one_sentence(server, body, told):
     "messages, told",
     [
         ([dict(role="user", content=[dict(type="image_url", image_url={})])], "must be text"),
-        ([dict(role="tool", content="4")], "a role must be"),
-        ([dict(role="assistant", content="", tool_calls=[{}])], "tool_calls is not supported"),
+        ([dict(role="function", content="4")], "a role must be"),
+        ([dict(role="user", content="", tool_calls=[{}])], "tool_calls is not supported"),
+        ([dict(role="assistant", tool_calls=[{}])], "a tool call must have an id and a function"),
         ([dict(role="user")], "must be text"),
         ([], "messages must be a list of messages"),
         ([dict(role="user", content="")] * 5000, "has 5000 messages, but this model's maximum"),
@@ -501,8 +503,9 @@ def test_a_wrong_message_gets_one_sentence(server, messages, told):
     assert status == 400 and told in answer["error"]["message"]
 
 
-@pytest.mark.parametrize("kind", FIELDS)
-@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize(
+    "kind, name", [(k, n) for k in FIELDS for n in {*UNSUPPORTED} - {*FIELDS[k]}]
+)
 def test_what_is_not_supported_is_refused_by_name_unless_it_asks_for_nothing(server, kind, name):
     path, given = "/v1/chat/completions", dict(messages=[dict(role="user", content="a")])
     if kind == "text":
@@ -542,7 +545,8 @@ def test_the_page_says_what_is_understood():
     said = {what: set(re.findall("`(.*?)`", names)) for names, what in rows}
     assert said["on both paths"] | said["for conversations"] == FIELDS["chat"].keys()
     assert said["on both paths"] | said["for texts"] == FIELDS["text"].keys()
-    assert said["not supported"] == UNSUPPORTED.keys()
+    assert said["not supported"] == UNSUPPORTED.keys() - FIELDS["chat"].keys()
+    assert said["for responses"] == RESPONSES.keys() - FIELDS["chat"].keys()
 
 
 def test_unknown_models_paths_and_methods_get_the_error_object(server):
@@ -559,17 +563,27 @@ def test_random_requests_never_break_it(server, request):
     rng = random.Random(11)
     values = [None, True, -1, 0, 1, 3, 0.5, 1e308, 2**70, "", "a", "\u0000", [], [1], ["a"], {}]
     values += [[[2]], {"a": None}, [{}], [dict(role="user", content="hi")], "é" * 50]
+    tool = dict(type="function", function=dict(name="f", parameters={}), name="g")
+    values += [[tool], "required", dict(type="json_object"), dict(regex="[a-c]+"), {"7": -100}]
+    values += [dict(choice=["a", ""]), dict(json={}), dict(effort="none"), dict(format=tool)]
+    values += [[dict(type="function_call", name="f", arguments="{}", call_id="x")]]
+    known = FIELDS | dict(responses=RESPONSES)
+    paths = dict(chat="chat/completions", text="completions", responses="responses")
     for _ in range(2000 if request.config.getoption("--all") else 100):
-        kind = rng.choice([*FIELDS])
-        path = "/v1/completions" if kind == "text" else "/v1/chat/completions"
-        names = rng.sample([*FIELDS[kind], *UNSUPPORTED, "x"], rng.randrange(5))
-        body = {name: rng.choice(values) for name in names} | {"max_tokens": rng.choice([1, 2, 0])}
-        body |= dict(prompt="a") if rng.random() < 0.5 else {}
+        kind = rng.choice([*known])
+        path = f"/v1/{paths[kind]}"
+        names = rng.sample([*known[kind], *UNSUPPORTED, "x"], rng.randrange(5))
+        most = "max_output_tokens" if kind == "responses" else "max_tokens"
+        body = {name: rng.choice(values) for name in names} | {most: rng.choice([1, 2, 0])}
+        first = dict(text="prompt", chat="messages", responses="input")[kind]
+        said = "a" if kind != "chat" else [dict(role="user", content="a")]
+        body |= {first: said} if rng.random() < 0.8 else {}
         data = json.dumps(body).encode()
         if rng.random() < 0.2:
             data = data[: rng.randrange(len(data))] + bytes([rng.randrange(256)])
         status, _, answer = server.call("POST", path, data)
         assert status in (200, 400, 404), (body, answer)
+        assert "the server has made a mistake" not in answer, body
     assert within(10, server.is_idle)
 
 
@@ -778,10 +792,10 @@ http.step = lambda session: [spoil(e) if e.request == 3 else e for e in real(ses
 
 
 def test_a_mistake_of_the_server_is_told_without_what_a_client_has_sent(chat_model):
-    code = f"""{PATCH}
+    code = """from common.server import answers
 def fail(*args):
     raise KeyError("A secret")
-http.tell = fail"""
+answers.tell = fail"""
     with running("--ckpt", str(chat_model), code=code) as server:
         for stream in (False, True):
             body = dict(prompt="A secret", max_tokens=3, stream=stream)

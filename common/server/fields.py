@@ -1,10 +1,12 @@
 """The fields of a body, and what each of them may hold."""
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from common.loading.files import parse_json
 from common.serving.session import LIKELIEST
+from common.text.chat import REASONING
 
 # What programs read of an error, by status.
 CODES = {
@@ -73,6 +75,45 @@ def are_options(x: Any) -> bool:
 
 is_text, is_object = lambda x: isinstance(x, str), lambda x: isinstance(x, dict)
 are_ids, are_texts = all_of(lambda x: type(x) is int), all_of(is_text)
+
+
+def is_bias(x: Any) -> bool:
+    """Ids are texts, as the keys of JSON are."""
+    return is_object(x) and all(
+        re.fullmatch("[0-9]{1,9}", key) and BIAS.holds(bias) for key, bias in x.items()
+    )
+
+
+def is_format(x: Any) -> bool:
+    if not is_object(x) or {*x} - {"type", "json_schema"}:
+        return False
+    schema = x.get("json_schema")
+    if x.get("type") == "json_schema":
+        return is_object(schema) and is_object(schema.get("schema", {}))
+    return x.get("type") in ("text", "json_object") and schema is None
+
+
+def is_structure(x: Any) -> bool:
+    """One of these, as in vLLM, whose clients set the others to null."""
+    kinds = dict(json=lambda x: is_object(x) or is_text(x), regex=is_text, grammar=is_text)
+    kinds |= dict(choice=are_texts, json_object=lambda x: x is True)
+    given = {key: one for key, one in x.items() if one is not None} if is_object(x) else {}
+    return len(given) == 1 and all(key in kinds and kinds[key](one) for key, one in given.items())
+
+
+def is_choice(x: Any) -> bool:
+    function = x.get("function") if is_object(x) and x.get("type") == "function" else None
+    named = isinstance(function, dict) and is_text(function.get("name"))
+    return named or (is_text(x) and x in ("none", "auto", "required"))
+
+
+def are_tools(x: Any) -> bool:
+    """Their functions are read where their calls are."""
+    return isinstance(x, list) and all(
+        is_object(tool) and tool.get("type") == "function" for tool in x
+    )
+
+
 TEXT, FLAG = Kind("a text", is_text), Kind("true or false", lambda x: isinstance(x, bool))
 OBJECT = Kind("an object", is_object)
 TEXTS = Kind("a text or a list of texts", lambda x: is_text(x) or are_texts(x))
@@ -82,36 +123,39 @@ PROMPT = Kind(
     lambda x: TEXTS.holds(x) or are_ids(x) or all_of(are_ids)(x),
 )
 OPTIONS = Kind("an object with include_usage alone, true or false", are_options)
+FORMAT = Kind("text, json_object, or json_schema with an object that has the schema", is_format)
+STRUCTURE = Kind("an object with one of json, regex, grammar, choice, json_object", is_structure)
+TOOLS = Kind("a list of tools whose type is function", are_tools)
+CHOICE = Kind("none, auto, required, or an object with a function's name", is_choice)
 COUNT, SCORES, SHARE = integer(0, 2**31 - 1), integer(0, LIKELIEST), number(0, 1)
+BIAS, PENALTY = number(-100, 100), number(-2, 2)
+BIASES = Kind("an object of token ids and numbers from -100 to 100", is_bias)
 BOTH = dict(
     model=TEXT, stream=FLAG, stream_options=OPTIONS, max_tokens=or_minus_one(COUNT),
     n=integer(1, 32), temperature=number(0, 2), top_p=SHARE, top_k=or_minus_one(COUNT), min_p=SHARE,
-    seed=integer(-(2**63), 2**63 - 1), stop=STOPS, cache_salt=TEXT,
+    seed=integer(-(2**63), 2**63 - 1), stop=STOPS, cache_salt=TEXT, skip_special_tokens=FLAG,
+    presence_penalty=PENALTY, frequency_penalty=PENALTY, repetition_penalty=number(0.01, 100),
+    logit_bias=BIASES, response_format=FORMAT, structured_outputs=STRUCTURE,
     # These change nothing.
     user=TEXT, prompt_cache_key=TEXT, safety_identifier=TEXT, metadata=OBJECT, service_tier=TEXT,
     prompt_cache_options=OBJECT, prompt_cache_retention=TEXT,
 )  # fmt: skip
-MESSAGES = Kind("a list of messages", all_of(is_object))
+CHAT = dict(
+    messages=Kind("a list of messages", all_of(is_object)), logprobs=FLAG, top_logprobs=SCORES,
+    max_completion_tokens=or_minus_one(COUNT), tools=TOOLS, tool_choice=CHOICE,
+    parallel_tool_calls=FLAG, reasoning_effort=TEXT, chat_template_kwargs=OBJECT,
+)  # fmt: skip
 FIELDS: dict[str, dict[str, Kind]] = dict(
-    chat=dict(
-        messages=MESSAGES,
-        max_completion_tokens=or_minus_one(COUNT),
-        logprobs=FLAG,
-        top_logprobs=SCORES,
-        **BOTH,
-    ),
-    text=dict(prompt=PROMPT, logprobs=SCORES, echo=FLAG, **BOTH),
+    chat=CHAT | BOTH, text=dict(prompt=PROMPT, logprobs=SCORES, echo=FLAG, **BOTH)
 )
-# Fields that are not supported. Each is accepted if it is null or has one of these values, which
-# change nothing.
+# Fields that are not supported, and fields of conversations in a request that has none. Each is
+# accepted if it is null or has one of these values, which change nothing.
 UNSUPPORTED: dict[str, list[Any]] = dict(
-    tools=[[]], tool_choice=["none", "auto"], parallel_tool_calls=[True, False], functions=[[]],
-    function_call=["none", "auto"], response_format=[{"type": "text"}], frequency_penalty=[0],
-    presence_penalty=[0], repetition_penalty=[1], logit_bias=[{}], best_of=[1], suffix=[""],
-    modalities=[["text"]], audio=[{}], prediction=[{}], store=[False], reasoning_effort=[],
-    verbosity=["medium"], web_search_options=[], moderation=[{}], min_tokens=[0],
-    ignore_eos=[False], skip_special_tokens=[True], add_generation_prompt=[True],
-    chat_template_kwargs=[{}], provider_specific_fields=[{}],
+    functions=[[]], function_call=["none", "auto"], best_of=[1], suffix=[""], modalities=[["text"]],
+    audio=[{}], prediction=[{}], store=[False], verbosity=["medium"], web_search_options=[],
+    moderation=[{}], min_tokens=[0], ignore_eos=[False], add_generation_prompt=[True],
+    provider_specific_fields=[{}], tools=[[]], tool_choice=["none", "auto"],
+    parallel_tool_calls=[True, False], reasoning_effort=[], chat_template_kwargs=[{}],
 )  # fmt: skip
 
 
@@ -131,43 +175,65 @@ def read_json(data: bytes) -> Any:
         raise Refused(f"the body is not JSON: {str(error)[:200]}") from None
 
 
-def fields_of(kind: str, body: Any) -> dict[str, Any]:
+def check_fields(
+    body: Any, known: dict[str, Kind], unsupported: dict[str, list[Any]], needed: str
+) -> dict[str, Any]:
     """Returns the fields that are set. Refused if one is not understood."""
     if not is_object(body):
         raise Refused("the body is not a JSON object")
-    known, given = FIELDS[kind], {key: x for key, x in body.items() if x is not None}
+    given = {key: x for key, x in body.items() if x is not None}
     for name, value in given.items():
         if name in known and not known[name].holds(value):
             raise Refused(f"{name} must be {known[name].name}", name)
-        if name not in known and name not in UNSUPPORTED:
+        if name not in known and name not in unsupported:
             raise Refused(f"there is no field {name[:80]!r}", name[:80], code="unknown_parameter")
-        if name not in known and value not in UNSUPPORTED[name]:
+        if name not in known and value not in unsupported[name]:
             raise Refused(f"{name} is not supported", name, code="unsupported_parameter")
-    if (needed := "messages" if kind == "chat" else "prompt") not in given:
+    if needed not in given:
         raise Refused(f"{needed} is missing", needed)
-    unset = {
-        name for name in ("max_tokens", "max_completion_tokens", "seed") if given.get(name) == -1
-    }
-    return {name: x for name, x in given.items() if name not in unset}
+    return given
+
+
+def fields_of(kind: str, body: Any) -> dict[str, Any]:
+    needed = "messages" if kind == "chat" else "prompt"
+    given = check_fields(body, FIELDS[kind], UNSUPPORTED, needed)
+    unset = {"max_tokens", "max_completion_tokens", "seed"}  # if they are -1
+    return {name: x for name, x in given.items() if x != -1 or name not in unset}
 
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is one text. Refused if it has anything else."""
+    """A message as templates read it: its content is one text. Refused if it has anything else."""
     role, content = message.get("role"), message.get("content")
-    if role not in ("system", "developer", "user", "assistant"):
-        raise Refused("a role must be system, developer, user or assistant", "messages")
-    # Clients send the model's own messages back, including empty fields and reasoning_content.
-    wrong = {name for name, x in message.items() if x not in (None, "", [], {})}
-    wrong -= {"type"} if message.get("type") in ("text", "message") else set()
-    if wrong := wrong - {"role", "content", "name", "reasoning_content"}:
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise Refused("a role must be system, developer, user, assistant or tool", "messages")
+    # Clients send the model's own messages back, including empty fields.
+    given = {name: x for name, x in message.items() if x not in (None, "", [], {})}
+    known = {"role", "content", "name"}
+    known |= {"type"} if message.get("type") in ("text", "message") else set()
+    known |= {"tool_call_id"} if role == "tool" else set()
+    known |= {"tool_calls", *REASONING} if role == "assistant" else set()
+    if wrong := {*given} - known:
         raise Refused(f"{min(wrong)[:80]} is not supported in a message", "messages")
+    content = "" if content is None and role == "assistant" else content
     parts: Any = [dict(type="text", text=content)] if is_text(content) else content
     if not all_of(is_object)(parts) or any(
         part.get("type") != "text" or not is_text(part.get("text")) for part in parts
     ):
         raise Refused("the content of a message must be text", "messages")
-    thoughts = message.get("reasoning_content") or None
-    if not is_text(thoughts or ""):
-        raise Refused("reasoning_content must be text", "messages")
-    text = "".join(part["text"] for part in parts)
-    return {"role": role, "content": text, "reasoning_content": thoughts}
+    new = dict(role=role, content="".join(part["text"] for part in parts))
+    for name in ("tool_call_id", *REASONING, *(["name"] if role == "tool" else [])):
+        if not is_text(given.get(name, "")):
+            raise Refused(f"{name} must be text", "messages")
+        new |= {name: given[name]} if name in given else {}
+    calls = given.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(map(is_call, calls)):
+        what = "a tool call must have an id and a function, with a name and the text of arguments"
+        raise Refused(what, "messages")
+    return new | (dict(tool_calls=calls) if calls else {})
+
+
+def is_call(x: Any) -> bool:
+    function = x.get("function") if is_object(x) else None
+    if not isinstance(function, dict):
+        return False
+    return all(map(is_text, [function.get("name"), function.get("arguments"), x.get("id", "")]))

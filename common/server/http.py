@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import json
 import math
 import os
 import queue
@@ -18,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,9 +38,10 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
-from common.server.answers import Choice, add, tell, usage_of
+from common.server.answers import Completion
 from common.server.fields import Refused, read_json
-from common.server.protocol import Asked, ask, served_by
+from common.server.protocol import Asked, Served, ask, served_by
+from common.server.responses import Reply, ask_response
 from common.serving.serve import cancel, is_busy, serve, step, submit
 from common.serving.session import PROBE, PROMPT_CHUNK, Event, Request, Session, Stats
 
@@ -223,57 +222,58 @@ class Stream(StreamingResponse):
             self.at_end()
 
 
+def begin(served: Served, kind: str, body: Any) -> tuple[Asked, Completion | Reply]:
+    """Reads a request, and begins the answer to it."""
+    if kind == "responses":
+        return ask_response(served, body)
+    asked = ask(served, kind, body)
+    return asked, Completion(served, asked)
+
+
+async def stream(told: Completion | Reply, answer: Answer) -> AsyncIterator[str]:
+    """What is sent of an answer as it comes."""
+    sent = time.monotonic()
+    try:
+        yield told.first()
+        async for item in answer:
+            lines = told.add(*item) if item else ""
+            if not lines and time.monotonic() > sent + QUIET / 2:
+                lines = ": nothing to send yet\n\n"
+            if lines:
+                yield lines
+                sent = time.monotonic()
+            if all(choice.finish for choice in told.choices):
+                break
+        yield told.last()
+    except Exception as error:
+        yield told.failed(refusal_of(error))
+
+
 class Api:
     """The endpoints."""
 
-    def __init__(self, desk: Desk, name: str):
+    def __init__(self, desk: Desk, name: str, tool_format: str | None):
         self.desk, self.created = desk, int(time.time())
-        self.served = served_by(desk.session, name, desk.most)
+        self.served = served_by(desk.session, name, desk.most, tool_format)
 
     async def complete(self, call: Call, kind: str) -> Response:
         self.desk.check_room(1)  # before a long text is encoded
-        asked = await asyncio.to_thread(ask, self.served, kind, await body_of(call))
+        body = await body_of(call)
+        asked, told = await asyncio.to_thread(begin, self.served, kind, body)
         answer = self.desk.enter(asked.requests)
-        choices = [Choice(request, i) for i, request in enumerate(asked.requests)]
         if asked.stream:
-            lines = self.stream(asked, answer, choices)
-            return Stream(lines, partial(self.desk.leave, answer))
+            return Stream(stream(told, answer), partial(self.desk.leave, answer))
         watcher = asyncio.create_task(watch(call, answer))
         try:
             async for item in answer:
                 if item is not None:
-                    add(asked, choices[item[0]], self.served.tok, item[1])
+                    told.add(*item)
+                if all(choice.finish for choice in told.choices):
+                    break
         finally:
             watcher.cancel()
             self.desk.leave(answer)
-        told = [tell(asked, choice, self.served.tok) for choice in choices]
-        return JSONResponse(self.known(asked) | dict(choices=told, usage=usage_of(asked, choices)))
-
-    def known(self, asked: Asked) -> dict[str, Any]:
-        """What every answer, or piece of one, begins with."""
-        number = f"{asked.kind}-{uuid.uuid4().hex}"
-        name = self.served.name
-        return dict(id=number, object=asked.object, created=int(time.time()), model=name)
-
-    async def stream(
-        self, asked: Asked, answer: Answer, choices: list[Choice]
-    ) -> AsyncIterator[str]:
-        known, tok = self.known(asked), self.served.tok
-        last = dict(usage=None) if asked.usage else {}
-        line = lambda **more: f"data: {json.dumps(known | more)}\n\n"
-        try:
-            async for item in answer:
-                if item is None:
-                    yield ": nothing to send yet\n\n"
-                    continue
-                add(asked, choice := choices[item[0]], tok, item[1])
-                if choice.content or choice.reasoning or choice.scores or choice.finish:
-                    yield line(choices=[tell(asked, choice, tok)], **last)
-            if asked.usage:
-                yield line(choices=[], usage=usage_of(asked, choices))
-        except Exception as error:
-            yield f"data: {json.dumps(refusal_of(error).object)}\n\n"
-        yield "data: [DONE]\n\n"
+        return JSONResponse(told.whole())
 
     async def models(self, call: Call) -> Response:
         name = self.served.name
@@ -307,6 +307,7 @@ class Api:
             Route("/v1/models/{name:path}", self.models),
             Route("/v1/chat/completions", partial(self.complete, kind="chat"), methods=["POST"]),
             Route("/v1/completions", partial(self.complete, kind="text"), methods=["POST"]),
+            Route("/v1/responses", partial(self.complete, kind="responses"), methods=["POST"]),
         ]
 
 
@@ -417,7 +418,7 @@ def serve_http(session: Session, args: argparse.Namespace, listener: socket.sock
     cors = Middleware(CORSMiddleware, allow_origins=origins, **anything)
     middleware = [cors, guard] if origins else [guard]
     errors = dict.fromkeys((Refused, HTTPException, Exception), refuse)
-    app = Starlette(False, Api(desk, name).routes(), middleware, errors)
+    app = Starlette(False, Api(desk, name, args.tool_format).routes(), middleware, errors)
     quiet: Any = dict(
         log_level="critical", lifespan="off", backlog=WAITING, timeout_keep_alive=IDLE
     )

@@ -123,7 +123,8 @@ def receive(session: Session) -> None:
         if fields is not None:
             request = Request(*fields)
             prompt, tok = [*request.prompt], session.model.tokenizer
-            speech = tok and start_speech(tok, prompt, request.is_chat, request.stop)
+            settings = request.is_chat, request.stop, request.keep_special
+            speech = tok and start_speech(tok, prompt, *settings)
             guide = request.grammar and start_guide(session.model, request.grammar)
             session.works[number] = work = Work(number, request, prompt, speech, guide=guide)
             session.waiting[number] = work

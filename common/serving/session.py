@@ -59,6 +59,7 @@ class Request(NamedTuple):
     presence_penalty: float = 0.0
     logit_bias: Sequence[tuple[int, float]] = ()  # token ids, and what is added to their logits
     grammar: str | None = None  # of llguidance, which the answer must fit; what is thought is free
+    keep_special: bool = False  # special tokens come as text
 
     @property
     def sampling(self) -> tuple[Any, ...]:
