@@ -103,7 +103,8 @@ def read_config(
     check_accepted(hf, accepted := ONLY | dict(accepted))
     names = {x for name in annotations(kind) for x in (name, second_name(kind, name))}
     known = {"model_type", *accepted, *ignored, *INERT, *names.difference(fields_read)}
-    known |= rope_keys(kind) if "rope_theta" in fields_read else set()
+    if rope := {"rope_theta", "partial_rotary_factor"} & fields_read.keys():
+        known |= {"rope_scaling", "rope_parameters", *rope}
     known |= {"quantization_config"} if {"packing", "mxfp4"} & {*fields_read} else set()
     refuse_unknown(hf, known)
     return kind(**fields)
@@ -227,6 +228,10 @@ def checked(value: Any, annotation: Any, where: str) -> Any:
         must = "be a number above 0"
     elif kind is bool and type(value) is not bool:
         must = "be true or false"
+    elif kind is str and not isinstance(value, str):
+        must = "be a text"
+    elif kind is Mapping and not isinstance(value, Mapping):
+        must = "be an object"
     elif origin is tuple and not isinstance(value, list):
         must = "be a list"
     if must:
@@ -248,9 +253,7 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     check_accepted(hf, accepted)
     packing, inner = "quantization_config", "text_config.quantization_config"
     refuse_unknown(hf, {"model_type", "text_config", packing, *accepted, *INERT, *beside})
-    text = hf.get("text_config")
-    if not isinstance(text, Mapping):
-        raise ValueError(f"config.json: text_config={show(text)} must be an object")
+    text = checked(hf.get("text_config"), Mapping, "text_config")
     check_accepted(text, accepted, "text_config.")
     both = {packing: hf.get(packing), inner: text.get(packing)}
     packed = {packing: both[spelling(both, packing, inner)]}
@@ -268,10 +271,7 @@ def is_fp8(hf: Mapping[str, Any], projections: Collection[str]) -> bool:
     kept = "modules_to_not_convert"
     if not is_published_in("fp8", hf, needed, accepted, ignored=(kept,)):
         return False
-    names = hf["quantization_config"].get(kept)
-    names = [] if names is None else names
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"config.json: {kept}={show(names)} must be a list of names")
+    names = names_in(hf["quantization_config"], kept, "quantization_config.")
     if wrong := [name for name in names if name.split(".")[-1] in projections]:
         raise ValueError(
             f"config.json: {kept} has {show(wrong[0])}: only all projections or none is fp8"
@@ -288,29 +288,35 @@ def is_published_in(
 ) -> bool:
     """Whether `quantization_config` says that the weights are quantised by `method`.
 
-    ValueError for another method, if a setting of `needed` is missing or different, and for a
-    setting that is neither there, nor `accepted`, nor `ignored`.
+    ValueError for another method, and as in `check_settings`.
     """
-    values, where = hf.get("quantization_config"), "quantization_config."
-    if values is None:
-        return False
-    if not isinstance(values, Mapping):
-        raise ValueError(f"config.json: {where[:-1]}={show(values)} must be an object")
-    needed = {"quant_method": method} | dict(needed)
-    accepted = needed | dict(dequantize=False) | dict(accepted)
-    check_accepted(values, accepted, where)
+    values, needed = hf.get("quantization_config"), {"quant_method": method, **needed}
+    if values is not None:
+        accepted = {"dequantize": False, **accepted}
+        check_settings(values, "quantization_config.", needed, accepted, ignored)
+    return values is not None
+
+
+def check_settings(
+    values: Any,
+    where: str,
+    needed: Mapping[str, Any] = NOTHING,
+    accepted: Mapping[str, Any] = NOTHING,
+    ignored: Collection[str] = (),
+) -> None:
+    """ValueError if a value is no object, if a setting of `needed` is missing or different, and for
+    a setting that is neither there, nor `accepted`, nor `ignored`."""
+    accepted = {**needed, **accepted}
+    check_accepted(checked(values, Mapping, where[:-1]), accepted, where)
     for key in needed:
         if key not in values:
             raise missing(where + key)
     refuse_unknown(values, {*accepted, *ignored}, where)
-    return True
 
 
-def rope_keys(kind: type) -> set[str]:
-    """The keys of config.json that `read_rope` reads for a `Config` of this kind."""
-    fields = {"rope_theta", "partial_rotary_factor"} & annotations(kind).keys()
-    names = {second_name(kind, field) for field in fields}
-    return {"rope_scaling", "rope_parameters", *fields, *names}
+def names_in(values: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    """The names in a list, which may be missing or null."""
+    return checked(values.get(key), tuple[str, ...] | None, where + key) or ()
 
 
 def read_rope(
@@ -337,9 +343,7 @@ def read_rope(
       ignored: settings that have no effect.
     """
     where = "rope_parameters" if hf.get("rope_scaling") in (None, {}) else "rope_scaling"
-    settings = default if hf.get(where) is None else hf[where]
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"config.json: {where}={show(settings)} must be an object")
+    settings = checked(default if hf.get(where) is None else hf[where], Mapping, where)
     newer, told = hf.get("rope_parameters") or {}, {**hf, **settings}
     if not isinstance(newer, Mapping) or any(newer[key] != told.get(key) for key in newer):
         raise ValueError("config.json: rope_parameters differs from rope_scaling; which is meant?")

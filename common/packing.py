@@ -9,15 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from common.config import (
-    check_accepted,
-    checked,
-    is_published_in,
-    missing,
-    refusal,
-    refuse_unknown,
-    show,
-)
+from common.config import check_settings, checked, is_published_in, missing, names_in, refusal, show
 
 WHERE = "quantization_config."
 LINEAR = "Linear"  # the name of a class of modules: that of all matrices
@@ -48,13 +40,8 @@ def read_packing(hf: Mapping[str, Any], others: Collection[str] = ()) -> Packing
 
     ValueError for any other method, and for a setting that is unknown or not implemented.
     """
-    values = hf.get("quantization_config")
-    if values is None:
-        return None
-    if not isinstance(values, Mapping):
-        raise ValueError(f"config.json: {WHERE[:-1]}={show(values)} must be an object")
-    method = values.get("quant_method")
-    if method in others:
+    values = checked(hf.get("quantization_config"), Mapping | None, WHERE[:-1])
+    if values is None or (method := values.get("quant_method")) in others:
         return None
     if not isinstance(method, str) or method not in METHODS:
         raise refusal(f"{WHERE}quant_method", method, (*others, *METHODS))
@@ -68,7 +55,7 @@ def awq(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
     kernels = ("backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
     kept = "modules_to_not_convert"
     is_published_in("awq", hf, needed, ignored=(kept, "group_size", *kernels))
-    ignored = modules(names(values, kept))
+    ignored = modules(names_in(values, kept, WHERE))
     return Packing("awq", 4, group_size(values), zero=True, ignored=ignored)
 
 
@@ -120,64 +107,48 @@ def compressed_tensors(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Pack
         raise ValueError(f"config.json: {WHERE}config_groups={show(groups)} must be one group")
     ((name, group),) = groups.items()
     where = f"{WHERE}config_groups.{show(name)[1:-1]}."
-    if not isinstance(group, Mapping):
-        raise ValueError(f"config.json: {where[:-1]}={show(group)} must be an object")
-    same = dict(format=(None, values["format"]), output_activations=None)
-    check_accepted(group, same, where)
-    refuse_unknown(group, {*same, "input_activations", "targets", "weights"}, where)
-    check_activations(group.get("input_activations"), f"{where}input_activations")
-    packing = weight_scheme(values["format"], group.get("weights"), f"{where}weights")
-    targets = names(group, "targets", where)
+    accepted = dict(format=(None, values["format"]), output_activations=None)
+    read = ("input_activations", "targets", "weights")
+    check_settings(group, where, accepted=accepted, ignored=read)
+    if (activations := group.get("input_activations")) is not None:
+        # Static scales of activations are stored in the file. Dynamic quantisation is accepted, and
+        # not done: it only saves time, at the cost of accuracy.
+        at = f"{where}input_activations."
+        check_settings(activations, at, needed=dict(dynamic=True), ignored=activations)
+    packing = weight_scheme(values["format"], group.get("weights"), f"{where}weights.")
+    targets = names_in(group, "targets", where)
     return packing._replace(
         targets=tuple(x if x == LINEAR else expression(x) for x in targets),
-        ignored=tuple(map(expression, names(values, "ignore"))),
+        ignored=tuple(map(expression, names_in(values, "ignore", WHERE))),
     )
 
 
 def weight_scheme(format: str, weights: Any, where: str) -> Packing:
     """What a group of `config_groups` says of its weights."""
-    if not isinstance(weights, Mapping):
-        raise ValueError(f"config.json: {where}={show(weights)} must be an object")
-    where += "."
-    is_float, strategy = format == "float-quantized", weights.get("strategy")
+    strategy = checked(weights, Mapping, where[:-1]).get("strategy")
     # With actorder "weight", rows were quantised in another order, but stay where they were.
     orders = (None, False, "weight", "static")
     accepted: dict[str, Any] = dict(dynamic=False, actorder=orders, block_structure=None)
     # The files themselves say in which dtypes scales and zero points are stored.
     floats = (None, "torch.bfloat16", "torch.float16", "torch.float32")
     accepted |= dict(scale_dtype=floats, zp_dtype=(None, "torch.int8"))
-    if is_float:
-        accepted |= dict(type="float", num_bits=8, strategy="channel", group_size=None)
-        accepted |= dict(symmetric=True)
-    elif strategy == "channel":
-        accepted |= dict(type="int", num_bits=8, strategy="channel", group_size=(None, -1))
-        accepted |= dict(symmetric=True)
+    kind = "float" if format == "float-quantized" else "int"
+    needed: dict[str, Any] = dict(type=kind, num_bits=8, strategy="channel", symmetric=True)
+    if kind == "float" or strategy == "channel":
+        accepted["group_size"] = (None, -1)
     else:
-        accepted |= dict(type="int", num_bits=(4, 8), strategy=("group", "channel"))
-        accepted |= dict(symmetric=(True, False))
-    check_accepted(weights, accepted, where)
-    for key in ("type", "num_bits", "strategy", "symmetric"):
-        if key not in weights:
-            raise missing(where + key)
-    refuse_unknown(weights, {*accepted, "group_size", "observer", "observer_kwargs"}, where)
+        needed |= dict(num_bits=(4, 8), strategy=("group", "channel"), symmetric=(True, False))
+    ignored = ("group_size", "observer", "observer_kwargs")
+    check_settings(weights, where, needed, accepted, ignored)
     group = group_size(weights, where) if strategy == "group" else None
     return Packing(format, weights["num_bits"], group, not weights["symmetric"])
-
-
-def check_activations(values: Any, where: str) -> None:
-    """ValueError for static activation scales, which are stored in the file. Dynamic quantisation
-    of activations is accepted, and not done: it only saves time, at the cost of accuracy."""
-    if values is not None and not (isinstance(values, Mapping) and values.get("dynamic") is True):
-        raise ValueError(
-            f"config.json: {where}={show(values)} is not implemented, only null and dynamic=true"
-        )
 
 
 def fbgemm_fp8(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
     """FBGEMM: 8-bit floats with a scale for each row."""
     kept = "modules_to_not_convert"
     is_published_in("fbgemm_fp8", hf, ignored=(kept, "activation_scale_ub"))
-    return Packing("fbgemm", ignored=modules(names(values, kept)))
+    return Packing("fbgemm", ignored=modules(names_in(values, kept, WHERE)))
 
 
 METHODS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Packing]] = {
@@ -201,14 +172,7 @@ def group_size(values: Mapping[str, Any], where: str = WHERE) -> int | None:
     return group
 
 
-def names(values: Mapping[str, Any], key: str, where: str = WHERE) -> list[str]:
-    found = [] if values.get(key) is None else values[key]
-    if not isinstance(found, list) or not all(isinstance(x, str) for x in found):
-        raise ValueError(f"config.json: {where}{key}={show(found)} must be a list of names")
-    return found
-
-
-def modules(names: list[str]) -> tuple[str, ...]:
+def modules(names: Collection[str]) -> tuple[str, ...]:
     """Regular expressions of modules that have one of these names, or are part of one that has.
     A name may lack its beginning."""
     return tuple(rf"(.*\.)?{re.escape(name)}(\..*)?$" for name in names)

@@ -166,39 +166,34 @@ def swapped(spec: PartitionSpec) -> Any:
 Shape = tuple[int, ...]
 
 
-def fp8_shapes(shape: Shape) -> tuple[tuple[Shape, DTypeLike], ...]:
+def published_shapes(form: type | Packed, shape: Shape) -> tuple[tuple[Shape, Any] | None, ...]:
+    """The arrays in which a checkpoint holds matrices [.., out, in] in a form: their shapes and
+    dtypes (None: the model's dtype)."""
     *lead, rows, columns = shape
-    blocks = (*lead, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-    return (shape, jnp.float8_e4m3fn), (blocks, jnp.float32)
+    if form is Transposed:
+        return (((*lead, columns, rows), None),)
+    if form is Fp8:
+        blocks = (*lead, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        return (shape, jnp.float8_e4m3fn), (blocks, jnp.float32)
+    if form is Mxfp4:
+        if columns % MXFP4_GROUP:
+            what = f"rows of {columns} are not whole groups of {MXFP4_GROUP} 4-bit weights"
+            raise ValueError(f"config.json: {what}")
+        values, scale = ((*lead, rows, columns // n) for n in (2, MXFP4_GROUP))
+        return (values, jnp.uint8), (scale, jnp.uint8)
+    assert isinstance(form, Packed)
+    scale = (*lead, form.scales, rows)
+    if form.form is Rowwise:
+        return (shape, form.dtype), (scale, form.scale_dtype)
+    values = (*lead, columns, rows)
+    zero = (scale, jnp.int8) if form.zero else None
+    return (values, form.dtype), (scale, form.scale_dtype), zero
 
 
-def mxfp4_shapes(shape: Shape) -> tuple[tuple[Shape, DTypeLike], ...]:
-    *lead, columns = shape
-    if columns % MXFP4_GROUP:
-        what = f"rows of {columns} are not whole groups of {MXFP4_GROUP} 4-bit weights"
-        raise ValueError(f"config.json: {what}")
-    return ((*lead, columns // 2), jnp.uint8), ((*lead, columns // MXFP4_GROUP), jnp.uint8)
-
-
-def transposed_shapes(shape: Shape) -> tuple[tuple[Shape, None], ...]:
-    *lead, rows, columns = shape
-    return (((*lead, columns, rows), None),)
-
-
-def packed_shapes(packed: Packed, shape: Shape) -> tuple[tuple[Shape, DTypeLike] | None, ...]:
-    *lead, rows, columns = shape
-    scale = (*lead, packed.scales, rows)
-    if packed.form is Rowwise:
-        return (shape, packed.dtype), (scale, packed.scale_dtype)
-    values = ((*lead, columns, rows), packed.dtype)
-    return values, (scale, packed.scale_dtype), (scale, jnp.int8) if packed.zero else None
-
-
-# The arrays in which a checkpoint holds [.., out, in]: shapes and dtypes (None: the model's dtype).
-SHAPES: dict[type, Callable[[Shape], Any]] = {
-    Fp8: fp8_shapes,
-    Mxfp4: mxfp4_shapes,
-    Transposed: transposed_shapes,
+# Rows and columns of a published matrix that share a scale.
+BLOCKS: dict[type | None, tuple[int, int]] = {
+    Fp8: (FP8_BLOCK, FP8_BLOCK),
+    Mxfp4: (1, MXFP4_GROUP),
 }
 # The specs of a stored matrix's arrays, from the spec of the matrix [.., out, in].
 SPECS: dict[type, Callable[[PartitionSpec], Any]] = {
@@ -287,9 +282,15 @@ def dequantize_groups(w: Grouped) -> Array:
     return (values * w.scale[..., None, :]).reshape(w.values.shape)
 
 
-def dequantize_rows(w: Rowwise) -> Array:
-    """The float32 matrices [.., out, in] of one device's part."""
-    return w.values.astype(jnp.float32) * w.scale.swapaxes(-1, -2)
+def dequantize(w: Array | Transposed | Fp8 | Rowwise) -> Array:
+    """The matrices [.., out, in] of one device's part: in float32, or plain ones as they are."""
+    if isinstance(w, Transposed):
+        return w.values.swapaxes(-1, -2)
+    if isinstance(w, Fp8):
+        return dequantize_fp8(w)
+    if isinstance(w, Rowwise):
+        return w.values.astype(jnp.float32) * w.scale.swapaxes(-1, -2)
+    return w
 
 
 def zero_sums(x: Array, scale: Array, zero: Array) -> tuple[Array, Array]:

@@ -12,19 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from common.quant import (
-    FP8_BLOCK,
-    MXFP4_GROUP,
-    SHAPES,
-    SPECS,
-    Fp8,
-    Mxfp4,
-    Packed,
-    Shape,
-    Storage,
-    Transposed,
-    packed_shapes,
-)
+from common.quant import BLOCKS, SPECS, Packed, Shape, Storage, Transposed, published_shapes
 from common.sharding import EXPERT, TENSOR, P, Shards
 
 
@@ -106,10 +94,7 @@ def published_arrays(weight: Weight) -> Any:
     form, published = published_form(weight), weight.published
     if form is None or published is None:
         return weight
-    if isinstance(published, Packed):
-        shapes: Any = packed_shapes(published, weight.shape)
-    else:
-        shapes = SHAPES[published](weight.shape)
+    shapes = published_shapes(published, weight.shape)
     arrays = zip(shapes, SPECS[form](weight.spec), strict=True)
     return form(*(x and Weight(x[0], spec, "array", dtype=x[1]) for x, spec in arrays))
 
@@ -128,13 +113,6 @@ def specs_like(weights: Any, layout: Any) -> Any:
         return SPECS[type(stored)](weight.spec) if type(stored) in SPECS else weight.spec
 
     return jax.tree.map(specs, layout, weights, is_leaf=is_weight)
-
-
-# Rows and columns of a published matrix that share a scale.
-BLOCKS: dict[type | None, tuple[int, int]] = {
-    Fp8: (FP8_BLOCK, FP8_BLOCK),
-    Mxfp4: (1, MXFP4_GROUP),
-}
 
 
 def check_divides(layout: Any, shards: Shards) -> None:

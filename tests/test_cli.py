@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import jax
+import jsonschema
 import pytest
 from engine import ENVIRONMENT
 from safetensors.numpy import load_file, save_file
@@ -80,6 +81,17 @@ def test_many_prompts_queue_and_answer_in_order_as_each_would_alone(run, tmp_pat
     alone = records(run("--prompt", prompts[1], *options, *sampled))[0]
     assert alone["tokens"] == done[3]["tokens"], "prompt 3 uses seed 3 + 3"
     assert all(len(r["tokens"]) == 12 and r["finish_reason"] == "length" for r in done)
+
+
+def test_answers_fit_a_schema(run, tmp_path):
+    whole = dict(type="object", required=["who", "act"], additionalProperties=False)
+    whole["properties"] = dict(who=dict(type="string", maxLength=9), act=dict(enum=[1, 2, "three"]))
+    (tmp_path / "schema.json").write_text(json.dumps(whole))
+    options = ["--json-schema", str(tmp_path / "schema.json"), "--repetition-penalty", "1.2"]
+    done = run("--prompt", "HAMLET.", "--prompt", "Enter", "--json", "--max-len", "64", *options)
+    for record in records(done):
+        assert record["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(record["text"]), whole)
 
 
 @pytest.mark.full
@@ -237,7 +249,7 @@ def test_help_names_every_option_and_gives_examples(capsys):
     options = "ckpt revision prompt prompts chat system raw max-new-tokens temperature top-k top-p"
     options += (
         " min-p seed max-len slots dtype quant kv-quant mesh random json profile"
-        " distributed coordinator process adapter"
+        " distributed coordinator process adapter repetition-penalty json-schema"
     )
     assert all(f"--{name}" in text for name in options.split())
     assert "examples:" in text
@@ -305,6 +317,9 @@ def test_more_than_the_memory_of_a_device_is_refused(monkeypatch):
         (["--top-k", "-1"], "top_k must be"),
         (["--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
         (["--min-p", "1"], "min_p must be in [0, 1), got 1.0"),
+        (["--repetition-penalty", "0"], "repetition_penalty must be finite and > 0, got 0.0"),
+        (["--json-schema", "/nowhere.json"], "/nowhere.json"),
+        (["--json-schema", str(ROOT / "README.md")], "README.md: Expecting value"),
         (["--seed", "-1"], "argument --seed: must be at least 0, got -1"),
         (["--chat"], "--chat needs a checkpoint with a chat template"),
         (["--chat", "--json"], "--json does not go with --chat"),

@@ -383,7 +383,7 @@ def test_as_json_the_figures_are_numbers_and_floors_and_room_follow_from_them():
         ("--dry-run v5e:0x0", "'v5e:0x0': each side of a slice has 1 to 16 chips"),
         ("--dry-run v6e:32x32", "'v6e:32x32': each side of a slice has 1 to 16 chips"),
         ("--dry-run cpu:0", "'cpu:0': this host stands for 1 to 1 devices"),
-        ("--dry-run cpu:9999999", "'cpu:9999999': a host can stand for 1024 devices at most"),
+        ("--dry-run cpu:9999999", "'cpu:9999999': this host stands for 1 to 1024 devices"),
         ("--dry-run h100:9", "'h100:9' is not h100:1 to h100:8"),
         ("--dry-run v5e:2x2 --mesh tensor=8", "tensor=8 needs 8 devices, but only 4"),
         ("--mesh tensor=0", "--mesh 'tensor=0': tensor must be at least 1"),

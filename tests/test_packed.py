@@ -379,7 +379,7 @@ WRONG = [
     ("packed_w4a16", dict(ignore=["re:("]), "'re:(' is not a regular expression"),
     ("packed_w4a16", dict(config_groups={}), "quantization_config.config_groups={}"),
     ("packed_w4a16", dict(g__output_activations={}), "group_0.output_activations={}"),
-    ("packed_w4a16", dict(g__input_activations=STATIC), "group_0.input_activations="),
+    ("packed_w4a16", dict(g__input_activations=STATIC), "group_0.input_activations.dynamic="),
     ("packed_w4a16", dict(g__weights=None), "group_0.weights=None"),
     ("packed_w4a16", dict(g__weights__actorder="group"), "weights.actorder='group'"),
     ("packed_w4a16", dict(g__weights__num_bits=2), "weights.num_bits=2"),

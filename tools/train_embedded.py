@@ -467,7 +467,8 @@ def main() -> None:
     size = text["vocab_size"]
     if args.model == "kimi_k2":
         added = train_tiktoken(plays, size, out / "tiktoken.model")
-        tok = load_tiktoken(out / "tiktoken.model", added)
+        tok, _ = load_tiktoken(out / "tiktoken.model")
+        tok.add_special_tokens([token["content"] for token in added.values()])
     else:
         tok = train_tokenizer(plays, size, begin, end)
     bos, eos = tok.token_to_id(begin or end), tok.token_to_id(end)

@@ -29,7 +29,7 @@ ONLY_WITH = dict(
     ckpt=("revision",),
     draft=("draft_tokens",),
 )
-SAMPLING = (*SETTINGS, "sampling", "max_new_tokens")
+SAMPLING = (*SETTINGS, "sampling", "json_schema", "max_new_tokens")
 NOT_WITH = dict(
     chat=("json", "raw", "prompt", "prompts"),
     serve=(
@@ -150,6 +150,10 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--top-p", type=float, metavar="P", help=told)
     told = "drop tokens with less than P times the probability of the likeliest (default: 0)"
     add("--min-p", type=float, metavar="P", help=told)
+    told = "divides the logits of tokens that the text has, or multiplies them below 0 (default: 1)"
+    add("--repetition-penalty", type=float, metavar="P", help=told)
+    told = "every answer is JSON that fits the schema in FILE"
+    add("--json-schema", type=Path, metavar="FILE", help=told)
     told = "take settings that are not given from the checkpoint's generation_config.json"
     add("--sampling", choices=["published"], help=told)
     told = "prompt i, counted from 0, is sampled with seed (S + i) mod 2**32 (default: 0)"

@@ -31,7 +31,8 @@ from common.command.memory import check_memory
 from common.loading.checkpoint import progress_bar
 from common.loading.files import first_line
 from common.loading.generation import SETTINGS
-from common.machines.bandwidth import experts_read, parallel_readers, read_bandwidth, step_bytes
+from common.loading.shape import folder
+from common.machines.bandwidth import experts_read, read_bandwidth, step_bytes
 from common.machines.hosts import Facts, Rank, agree, facts_of, find_rank, join
 from common.serving.load import Model, check_fits, open_model, read_weights
 from common.serving.serve import close, step
@@ -72,16 +73,13 @@ def open_draft(module: ModuleType, args: argparse.Namespace, model: Model) -> Mo
         return None if args.draft == "mtp" else args.draft
     family, _, ckpt = args.draft.rpartition(":")
     try:
-        if family and not family.isidentifier():  # such as "."
-            raise ModuleNotFoundError(name=family)
         if family:
+            files = folder(module).parent.glob("*/model.py")
+            if family not in [file.parent.name for file in files]:
+                raise ValueError(f"there is no {family}/model.py")
             module = importlib.import_module(f"{family}.model")
         draft = open_model(module, ckpt, mesh=model.mesh, dtype=args.dtype, quant=args.quant)
         check_fits(model, draft)
-    except ModuleNotFoundError as error:
-        if error.name not in (family, f"{family}.model"):
-            raise  # the file needs a package
-        raise ValueError(f"--draft {args.draft}: there is no {family}/model.py") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"--draft {args.draft}: {error}") from None
     return draft
@@ -128,7 +126,7 @@ def plan_later(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
 def recommended(model: Model, args: argparse.Namespace) -> list[str]:
     """Says what the checkpoint recommends, if nothing decides how to sample."""
     told = [args.sampling, args.serve, *(getattr(args, name) for name in SETTINGS)]
-    if model.sampling.get("temperature", 0) == 0 or any(x is not None for x in told):
+    if model.sampling in ({}, {"temperature": 0}) or any(x is not None for x in told):
         return []
     words = ", ".join(f"{name} {value:g}" for name, value in model.sampling.items())
     return [f"greedy; --sampling published takes the checkpoint's {words}"]
@@ -146,7 +144,9 @@ def summary(session: Session, load_s: float) -> str:
         parts.append(f"{s.cached_tokens} prompt tokens already cached")
     if s.decode_tokens and s.decode_s:
         parts.append(f"decode {s.decode_tokens} tokens at {s.decode_tokens / s.decode_s:.1f}/s")
-        bandwidth = read_bandwidth() * parallel_readers(model.mesh)
+        # A host's virtual CPU devices share one memory.
+        readers = jax.process_count() if model.on_cpu else model.mesh.size
+        bandwidth = read_bandwidth() * readers
         steps = max(s.decode_steps, 1)
         share = experts_read(model.config, s.decode_tokens / steps)
         read = step_bytes(model.weights, session.states[0].cache, s.filled / steps, share)

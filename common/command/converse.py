@@ -12,8 +12,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
+from common.loading.files import first_line, parse_json
 from common.loading.generation import SETTINGS
 from common.serving.load import Model
+from common.serving.rules import check_grammar, json_grammar
 from common.serving.serve import serve
 from common.serving.session import Event, Request, Session
 from common.text.chat import encode_chat, end_of_turn
@@ -75,6 +77,13 @@ def make_request(model: Model, args: argparse.Namespace, ids: Sequence[int], ind
     asked = {name: getattr(args, name) for name in SETTINGS}
     settings |= {name: value for name, value in asked.items() if value is not None}
     request = Request(ids, args.max_new_tokens, seed=(args.seed + index) % 2**32, **settings)
+    if args.json_schema:
+        try:
+            grammar = json_grammar(parse_json(args.json_schema.read_text("utf-8")))
+            check_grammar(model, grammar)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--json-schema {args.json_schema}: {first_line(error)}") from None
+        request = request._replace(grammar=grammar)
     if tok is None:
         return request
     is_chat = tok.chat_template is not None and not args.raw

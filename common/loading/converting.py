@@ -11,18 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from common.kernels.varying import vary_like
-from common.quant import (
-    FP8_BLOCK,
-    SPECS,
-    Fp8,
-    Matrix,
-    Rowwise,
-    Storage,
-    Transposed,
-    dequantize_fp8,
-    dequantize_rows,
-    is_stored,
-)
+from common.quant import FP8_BLOCK, SPECS, Fp8, Matrix, Storage, dequantize, is_stored
 from common.sharding import P
 
 BLOCK = 1 << 24  # numbers that a device of a CPU converts at a time
@@ -40,11 +29,7 @@ def convert(
 
     def plain(bits: Any) -> Matrix:
         w = jax.tree.map(lax.bitcast_convert_type, bits, dtypes)
-        if isinstance(w, Transposed):
-            w = w.values.swapaxes(-1, -2)
-        elif isinstance(w, Fp8 | Rowwise):
-            w = dequantize_fp8(w) if isinstance(w, Fp8) else dequantize_rows(w)
-        return storage.convert(w, dtype)
+        return storage.convert(dequantize(w), dtype)
 
     def local(w: Any) -> Matrix:
         w = jax.tree.map(as_bits, w) if on_cpu else w

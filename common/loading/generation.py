@@ -6,7 +6,7 @@ from typing import Any
 from common.loading.files import read_json_if_there
 from common.sampling import check
 
-SETTINGS = ("temperature", "top_k", "top_p", "min_p")
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Keys that are not noted: do_sample, which is read; ids, which `load_tokenizer` reads; limits of
 # length, which a request sets; and what concerns the program that wrote the file.
 IGNORED = """
@@ -14,18 +14,25 @@ IGNORED = """
     max_new_tokens min_length num_return_sequences output_attentions output_hidden_states
     output_scores pad_token_id return_dict_in_generate transformers_version use_cache
 """.split()
-NEUTRAL: dict[str, Any] = dict(repetition_penalty=1, num_beams=1, length_penalty=1, typical_p=1)
+NEUTRAL: dict[str, Any] = dict(num_beams=1, length_penalty=1, typical_p=1)
 
 
 def read_generation(directory: Path) -> tuple[dict[str, float], list[str]]:
-    """Returns the recommended settings of `Sampling`, and notes about keys that are not applied."""
+    """Returns the recommended settings of `Request`, and notes about keys that are not applied."""
     file = directory / "generation_config.json"
     given = {key: x for key, x in read_json_if_there(file).items() if x is not None}
     settings = {name: given[name] for name in SETTINGS if name in given}
-    if given.get("do_sample"):
-        settings = {"temperature": 1.0, **settings}
-    elif "do_sample" in given:
-        settings = {"temperature": 0.0}
+    if "do_sample" in given:
+        settings = (
+            {"temperature": 1.0, **settings}
+            if given["do_sample"]
+            else {
+                "temperature": 0.0,
+                "repetition_penalty": given.get("repetition_penalty", 1),
+            }
+        )
+    if settings.get("repetition_penalty") == 1:
+        del settings["repetition_penalty"]
     for name, value in settings.items():
         try:
             check(name, value)

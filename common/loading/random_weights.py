@@ -11,17 +11,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from common.quant import (
-    INT8,
-    SPECS,
-    Mxfp4,
-    Rowwise,
-    Shape,
-    Storage,
-    Transposed,
-    bits_of,
-    transpose_weight,
-)
+from common.quant import INT8, SPECS, Mxfp4, Packed, Rowwise, Storage, Transposed, bits_of
 from common.sharding import P
 from common.weights import Weight, is_weight, published_arrays, published_form, storage_for
 
@@ -47,22 +37,24 @@ def random_weight(
     key: Array, weight: Weight, mesh: Mesh, dtype: np.dtype, storage: Storage | None
 ) -> Any:
     """Makes one weight: `initial` everywhere, or uniform numbers of standard deviation STD."""
-    storage, form = storage_for(weight, storage), published_form(weight)
     shape = NamedSharding(mesh, weight.spec).shard_shape(weight.shape)
+    storage = storage_for(weight, storage)
+    if storage is INT8:  # made as integers at once, like those of a file
+        packed = Packed(Rowwise, jnp.int8, scales=weight.shape[-1] // shape[-1])
+        weight, storage = weight._replace(published=packed), None
+    form = published_form(weight)
 
     def make(key: Array) -> Any:
         for axis in jax.tree.leaves(tuple(weight.spec)):
             key = jax.random.fold_in(key, lax.axis_index(axis))
         if weight.initial is not None:
             return jnp.full(shape, weight.initial, weight.dtype or dtype)
-        if storage is INT8:
-            return random_int8(key, shape)
         if storage is None and form not in (None, Transposed):
             return random_published(key, weight, mesh)
         plain = (uniform(key, shape) * LARGEST).astype(weight.dtype or dtype)
         if storage is not None:
             return storage.convert(plain, dtype)
-        return plain if form is None else transpose_weight(plain, dtype)
+        return plain if form is None else Transposed(plain.swapaxes(-1, -2))
 
     specs: Any = weight.spec
     if storage is not None:
@@ -70,13 +62,6 @@ def random_weight(
     elif form is not None:
         specs = SPECS[form](weight.spec)
     return jax.shard_map(make, mesh=mesh, in_specs=P(), out_specs=specs)(key)
-
-
-def random_int8(key: Array, shape: Shape) -> Rowwise:
-    # Odd numbers are symmetric around zero: from -127 to 127.
-    values = ((noise(key, shape) >> 25) * 2 + 1).astype(jnp.int8)
-    step = STD * math.sqrt(3 / (128**2 - 1))
-    return Rowwise(values, jnp.full((*shape[:-2], 1, shape[-2]), step, jnp.float32))
 
 
 def random_published(key: Array, weight: Weight, mesh: Mesh) -> Any:

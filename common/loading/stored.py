@@ -1,7 +1,6 @@
 """Lists the tensors in the safetensors files of a directory, by reading only their headers."""
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +53,7 @@ def open_tensors(directory: str | Path) -> Tensors:
     """
     directory = Path(directory)
     if is_there(directory / INDEX):
-        return _indexed_or_single(directory)
+        return _indexed(directory)
     if is_there(directory / SINGLE):
         return read_header(directory / SINGLE)
     files = sorted(directory.glob("*.safetensors"))
@@ -71,30 +70,16 @@ def open_tensors(directory: str | Path) -> Tensors:
     return tensors
 
 
-def _indexed_or_single(directory: Path) -> Tensors:
-    """Returns the tensors that the index names. A model.safetensors that the index does not name is
-    another checkpoint. Then the one that is complete counts; ValueError if both are complete."""
-    files, single = read_json(directory / INDEX).get("weight_map"), directory / SINGLE
+def _indexed(directory: Path) -> Tensors:
+    """Returns the tensors that the index names. ValueError if a model.safetensors that it does not
+    name, which is another checkpoint, is beside it."""
+    files = read_json(directory / INDEX).get("weight_map")
     if not isinstance(files, dict) or {type(file) for file in files.values()} != {str}:
         raise ValueError(f"{directory / INDEX} has no weight_map from tensor names to file names")
-    has_other = SINGLE not in files.values() and single.exists()
-    try:
-        indexed = _open_indexed(directory, files)
-    except (ValueError, OSError):
-        if has_other:
-            return read_header(single)
-        raise
-    other = Tensors()
-    with suppress(ValueError, OSError):
-        other = read_header(single) if has_other else other
-    if files.keys() <= other.keys():
+    if SINGLE not in files.values() and is_there(directory / SINGLE):
         raise ValueError(
             f"{directory} holds two checkpoints, {SINGLE} and the files of {INDEX}: move one away"
         )
-    return indexed
-
-
-def _open_indexed(directory: Path, files: dict[str, str]) -> Tensors:
     example = {file: name for name, file in files.items()}
     missing = [file for file in example if not (directory / file).exists()]
     if missing:

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from common.quant import bits_of
 
@@ -45,8 +44,3 @@ def experts_read(config: Any, tokens: float) -> Callable[[int], float]:
     experts are equally likely."""
     chosen = getattr(config, "num_experts_per_tok", 0)
     return lambda E: 1 - (1 - chosen / E) ** tokens
-
-
-def parallel_readers(mesh: Mesh) -> int:
-    """Returns how many devices read at once. A host's virtual CPU devices share one memory."""
-    return jax.process_count() if mesh.devices.flat[0].platform == "cpu" else mesh.size

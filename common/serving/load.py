@@ -129,17 +129,14 @@ def open_model(
 def storage_of(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> Storage | None:
     """Picks how matrices are stored: as `quant` names it; transposed, if float32 on CPU; else as
     published."""
-    if quant is not None:
-        return storage_named(quant, on_cpu)
-    return TRANSPOSED if on_cpu and dtype == jnp.float32 else None
+    plain = TRANSPOSED if on_cpu and dtype == jnp.float32 else None
+    return plain if quant is None else storage_named(quant, on_cpu)
 
 
 def cache_dtype(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> jnp.dtype:
     """Picks the dtype of a cache: int8 if asked for, else float32 on CPU, else the model's dtype.
     XLA's CPU compiler would rewrite all of a bfloat16 cache at every update."""
-    if quant is not None:
-        return jnp.dtype(quant)
-    return jnp.dtype("float32") if on_cpu else dtype
+    return jnp.dtype(quant or ("float32" if on_cpu else dtype))
 
 
 def check_fits(model: Model, draft: Model) -> None:

@@ -4,6 +4,7 @@ What a grammar allows next is computed by llguidance (https://github.com/guidanc
 from the tokens so far. So a slot with a grammar needs its newest token before the next step.
 """
 
+import json
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
@@ -16,6 +17,12 @@ from common.sampling import PENALTIES, RULES_SPEC, Rules
 from common.serving.load import Model
 from common.serving.session import BIASES, Session, Work
 from common.sharding import model_shards, round_up
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """The grammar of JSON that fits a schema, without white space between its parts."""
+    options = {"x-guidance": dict(whitespace_flexible=False)}
+    return json.dumps(dict(grammars=[dict(json_schema={**schema, **options})]))
 
 
 def check_grammar(model: Model, grammar: str) -> None:

@@ -51,10 +51,7 @@ def either(texts: Sequence[str]) -> str:
 def without_added(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """The same tokenizer without its added tokens."""
     plain = tokenizers.Tokenizer(backend.model)
-    if backend.normalizer is not None:
-        plain.normalizer = backend.normalizer
-    if backend.pre_tokenizer is not None:
-        plain.pre_tokenizer = backend.pre_tokenizer
+    plain.normalizer, plain.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
     return plain
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from common.loading.files import read_text
 
@@ -64,38 +64,19 @@ def word_rule() -> Any:
     )
 
 
-def load_tiktoken(file: Path, added: Any) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a tiktoken.model. `added` is added_tokens_decoder of
-    tokenizer_config.json, which names the special tokens by id."""
-    ranks, characters = read_ranks(file), byte_characters()
-
-    def spell(token: bytes) -> str:
-        return "".join(characters[byte] for byte in token)
-
+def load_tiktoken(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Returns the tokenizer of a tiktoken.model, and its special tokens by id, as in the
+    added_tokens_decoder of tokenizer_config.json, which names some of them."""
+    ranks, characters = read_ranks(file), dict(enumerate(byte_characters()))
+    spelled = {token: token.decode("latin-1").translate(characters) for token in ranks}
     merges = []
     for token in sorted(ranks, key=lambda token: ranks[token]):
-        for i in range(1, len(token)):
-            if token[:i] in ranks and token[i:] in ranks:
-                merges.append((spell(token[:i]), spell(token[i:])))
-    vocab = {spell(token): rank for token, rank in ranks.items()}
+        halves = ((token[:i], token[i:]) for i in range(1, len(token)))
+        merges += [(spelled[a], spelled[b]) for a, b in halves if a in ranks and b in ranks]
+    vocab = {spelled[token]: rank for token, rank in ranks.items()}
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
     backend.pre_tokenizer = word_rule()
     backend.decoder = decoders.ByteLevel()
     ids = range(len(ranks), len(ranks) + SPECIAL)
-    try:
-        texts = []
-        for i in ids:
-            named = added.get(str(i), {})
-            texts.append(named.get("content", f"<|reserved_token_{i}|>"))
-            is_special = named.get("special", True)  # others, such as <think>, belong to the text
-            add = backend.add_special_tokens if is_special else backend.add_tokens
-            add([AddedToken(texts[-1], normalized=False, special=is_special)])
-        made = [backend.token_to_id(text) for text in texts]
-    except (AttributeError, TypeError, UnicodeEncodeError):
-        raise ValueError(
-            f"{file.with_name('tokenizer_config.json')}: added_tokens_decoder must be an object of "
-            "objects whose content is a text, and whose special is true or false"
-        ) from None
-    if made != list(ids):
-        raise ValueError(f"{file}: tokenizer_config.json gives two special tokens one name")
-    return backend
+    special = {str(i): dict(content=f"<|reserved_token_{i}|>", special=True) for i in ids}
+    return backend, special

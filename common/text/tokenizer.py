@@ -4,24 +4,22 @@ A checkpoint directory holds `tokenizer.json` (or GPT-2's `vocab.json` and `merg
 `tiktoken.model`). JSON files beside it name the special tokens, the stop ids and the chat template.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from common.loading.files import first_line, is_there, read_json_if_there, read_text
+from common.loading.files import is_there, read_json_if_there, read_text
 from common.text.added import add_tokens
 from common.text.tiktoken import load_tiktoken
 
-IMAGE_KEYS = (
-    "image_token_index",
-    "image_token_id",
-    "media_placeholder_token_id",
-)  # in a multimodal model's config.json
+# In a multimodal model's config.json.
+IMAGE_KEYS = ("image_token_index", "image_token_id", "media_placeholder_token_id")
+ADVICE = f"; download it again, or it may need a newer tokenizers than {tokenizers.__version__}"
 
 
 class Tokenizer(NamedTuple):
@@ -48,26 +46,28 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     if config.get("split_special_tokens"):
         file = directory / "tokenizer_config.json"
         raise ValueError(f"{file}: split_special_tokens=true is not implemented")
+    controls = config.get("chat_control_tokens")
+    if not isinstance(controls, list | None) or any(not isinstance(x, str) for x in controls or ()):
+        raise ValueError("tokenizer_config.json: chat_control_tokens must be a list of texts")
     backend, defaults = _load_backend(directory, config)
-    special_tokens = add_tokens(backend, directory, defaults | config)
+    special_tokens = add_tokens(backend, directory, config, defaults)
     # Training may have saved limits with the tokenizer, which would silently cut prompts.
     backend.no_truncation()
     backend.no_padding()
 
     model = read_json_if_there(directory / "config.json")
-    inner, end = model.get("text_config"), backend.token_to_id(special_tokens.get("eos_token", ""))
+    end = backend.token_to_id(special_tokens.get("eos_token", ""))
     stop_ids = set() if end is None else {end}
-    stop_ids |= _stop_ids(model, directory / "config.json")
-    if isinstance(inner, dict):
-        stop_ids |= _stop_ids(inner, directory / "config.json")
-    generation = directory / "generation_config.json"
-    stop_ids |= _stop_ids(read_json_if_there(generation), generation)
+    for name in ("config.json", "generation_config.json"):
+        stop_ids |= _stop_ids(directory / name)
 
     bos = special_tokens.get("bos_token", "")
     bos_id = backend.token_to_id(bos)
     # Some families say only in tokenizer_config.json that prompts begin with BOS.
     if bos_id is not None and config.get("add_bos_token") and bos_id not in backend.encode("").ids:
         backend.post_processor = processors.TemplateProcessing([bos, "$A"], None, [(bos, bos_id)])
+    if bos_id is None and type(model.get("bos_token_id")) is int:
+        bos_id = model["bos_token_id"]
     added = backend.get_added_tokens_decoder()
     texts = [(token.content, token.special) for token in added.values()]
     template, notes = _chat_template(directory, config)
@@ -77,54 +77,45 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
         special_tokens=special_tokens,
         special_ids=frozenset(i for i, token in added.items() if token.special),
         added_tokens=tuple(texts),
-        control_tokens=_texts(config, "chat_control_tokens"),
+        control_tokens=None if controls is None else tuple(controls),
         stop_ids=frozenset(stop_ids),
         image_ids=frozenset(model[k] for k in IMAGE_KEYS if type(model.get(k)) is int),
-        bos_id=_bos_id(model) if bos_id is None else bos_id,
+        bos_id=bos_id,
         vocab_size=1 + max(backend.get_vocab().values(), default=-1),
         notes=notes,
     )
 
 
-def _stop_ids(config: Mapping[str, Any], file: Path) -> set[int]:
-    value = config.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+def _stop_ids(file: Path) -> set[int]:
+    outer, ids = read_json_if_there(file), list[Any]()
+    for values in (outer, outer.get("text_config")):
+        value = values.get("eos_token_id") if isinstance(values, dict) else None
+        ids += value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int for i in ids):
         raise ValueError(f"{file}: eos_token_id must be an integer or a list of integers")
     return set(ids)
 
 
-def _bos_id(config: Mapping[str, Any]) -> int | None:
-    value = config.get("bos_token_id")
-    return value if type(value) is int else None
-
-
-def _texts(config: Mapping[str, Any], key: str) -> tuple[str, ...] | None:
-    texts = config.get(key)
-    if texts is not None and not (
-        isinstance(texts, list) and all(isinstance(x, str) for x in texts)
-    ):
-        raise ValueError(f"tokenizer_config.json: {key} must be a list of texts")
-    return None if texts is None else tuple(texts)
-
-
 def _load_backend(
     directory: Path, config: Mapping[str, Any]
 ) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """Returns the tokenizer, and tokens that have a name unless a file says otherwise."""
+    """Returns the tokenizer, and what counts if tokenizer_config.json does not say it."""
     family, ranks = config.get("tokenizer_class"), directory / "tiktoken.model"
     whole, vocab, merges = (directory / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     if is_there(ranks) and not is_there(whole):
-        return load_tiktoken(ranks, config.get("added_tokens_decoder") or {}), {}
+        backend, special = load_tiktoken(ranks)
+        return backend, dict(added_tokens_decoder=special)
     if not is_there(whole) and not (is_there(vocab) and is_there(merges)):
         raise FileNotFoundError(
             f"{directory}: no tokenizer.json (nor vocab.json with merges.txt); "
             "download the checkpoint's tokenizer files into this directory"
         )
     if is_there(whole):
-        return _parse(whole, partial(tokenizers.Tokenizer.from_str, read_text(whole))), {}
-    read = partial(models.BPE.from_file, str(vocab), str(merges))
-    backend = tokenizers.Tokenizer(_parse(f"{vocab} with merges.txt", read))
+        text = read_text(whole)
+        with _as_value_error(str(whole), ADVICE):
+            return tokenizers.Tokenizer.from_str(text), {}
+    with _as_value_error(f"{vocab} with merges.txt", ADVICE):
+        backend = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
     # Other families publish the same two files, but split text into words by other rules.
     if family not in (None, "GPT2Tokenizer", "GPT2TokenizerFast"):
         raise ValueError(
@@ -137,18 +128,16 @@ def _load_backend(
     return backend, dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 
 
-def _parse(files: Path | str, read: Callable[[], Any]) -> Any:
-    """Calls `read`, and turns whatever it raises into ValueError: the package raises bare
-    Exception, and its panics are not even that."""
+@contextlib.contextmanager
+def _as_value_error(what: str, advice: str = "") -> Iterator[None]:
+    """Turns whatever the package raises into ValueError: it raises bare Exception, and its panics,
+    as at millions of spaces in a row, are not even that."""
     try:
-        return read()
+        yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
-        what, advice = " ".join(str(error).split())[:300], "download it again"
-        if re.search("did not match any variant|[Uu]nknown", what):  # parts that it does not know
-            advice = f"it may need a newer tokenizers than {tokenizers.__version__}: update that"
-        raise ValueError(f"{files}: {what}; {advice}") from error
+        raise ValueError(f"{what}: {' '.join(str(error).split())[:300]}{advice}") from error
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> tuple[str | None, tuple[str, ...]]:
@@ -183,16 +172,13 @@ def ids_of(
 ) -> list[int]:
     """Encodes a text with one of the backends of `tok`. ValueError if that cannot be, or if the
     text has the place of an image."""
-    try:
+    # Bytes that are not UTF-8 reach Python as surrogates.
+    if text.encode(errors="ignore").decode() != text:
+        raise ValueError("the prompt is not valid Unicode text; give it as UTF-8")
+    with _as_value_error("the prompt cannot be encoded"):
         # In a batch, because `encode` would let no other thread run until it is done.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids = list(encoding.ids)
-    except TypeError as error:  # bytes that are not UTF-8 reach Python as surrogates
-        raise ValueError("the prompt is not valid Unicode text; give it as UTF-8") from error
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # a panic of the package, as of millions of spaces in a row
-        raise ValueError(f"the prompt cannot be encoded: {first_line(error)[:300]}") from error
+    ids = list(encoding.ids)
     if images := tok.image_ids.intersection(ids):
         name = tok.backend.id_to_token(min(images))
         raise ValueError(f"the prompt has {name}, the place of an image, but only text is computed")
