@@ -1,9 +1,11 @@
 """If a reply has channels, only the final one is shown and remembered. The analysis is shown on
-request."""
+request. Thoughts between two marks are an analysis."""
 
 import io
+import itertools
 from types import SimpleNamespace
 
+import llguidance
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -12,10 +14,12 @@ from common.command import converse
 from common.command.arguments import parser
 from common.serving.serve import end_of
 from common.serving.session import Event, Work
-from common.text.reply import FINAL, ParserState, follow, speaks_harmony, start_speech
-from common.text.tokenizer import Tokenizer, encode
+from common.text.grammar import behind_thoughts
+from common.text.reply import FINAL, ParserState, follow, say, speaks_harmony, start_speech
+from common.text.tokenizer import Tokenizer, encode, stream_flush
 
-SPECIAL = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+SPECIAL = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+SPECIAL += ("<|constrain|>",)
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
     "<|start|>assistant"
@@ -140,3 +144,120 @@ def test_a_conversation_remembers_answers_alone(tok, monkeypatch):
         f"{first}{said}{turn.format('Sure?')}<|start|>assistant",
     ]
     assert "".join(written) == "A sum, naïve.\n\nPère: 4\n" * 2
+
+
+def test_the_channel_of_a_call_is_its_recipient(tok):
+    for header in (
+        "<|channel|>commentary to=functions.get-it <|constrain|>json<|message|>",
+        " to=functions.get-it<|channel|>commentary json<|message|>",
+        " to=functions.get-it<|message|>",
+    ):
+        state, channels = ParserState(), set()
+        for token in encode(tok, THOUGHT + "<|start|>assistant" + header + "{}<|call|>"):
+            state, channel = follow(tok, state, token)
+            channels.add(channel)
+        assert channels == {None, "analysis", "functions.get-it"}
+        reply = reply_to(tok, THOUGHT + "<|start|>assistant" + header + "{}<|call|>")
+        assert not "".join(reply.text) and reply.channel == "functions.get-it"
+
+
+# ---- thoughts between two marks
+
+THINKS = "{{ messages[0].content }}<think>\n</think>"
+
+
+def thinker(kind, template=THINKS):
+    """A tokenizer of bytes; the marks are text, added tokens, or special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>", "<call>"])
+    add = dict(added=backend.add_tokens, special=backend.add_special_tokens)
+    if kind != "text":
+        add[kind](["<think>", "</think>"])
+    added = backend.get_added_tokens_decoder()
+    special = frozenset(i for i, token in added.items() if token.special)
+    texts = tuple((token.content, token.special) for token in added.values())
+    stop = frozenset([backend.token_to_id("<eos>")])
+    return Tokenizer(backend, template, {}, special, texts, None, stop, frozenset(), None, 300)
+
+
+def heard(tok, prompt, reply, stop=(), keep_special=False, is_chat=True):
+    """The texts of a reply's channels, in their order."""
+    speech, said = start_speech(tok, encode(tok, prompt), is_chat, stop, keep_special), []
+    for token in encode(tok, reply):
+        if speech.stream.stopped:
+            break
+        speech, text = say(tok, speech, token)
+        said.append((speech.channel, text))
+    said.append((speech.channel, stream_flush(tok, speech.stream)))
+    grouped = itertools.groupby(((c, t) for c, t in said if t), lambda x: x[0])
+    return [(channel, "".join(text for _, text in texts)) for channel, texts in grouped]
+
+
+@pytest.mark.parametrize("kind", ["text", "added", "special"])
+def test_thoughts_are_an_analysis_whoever_opens_them(kind):
+    tok, both = thinker(kind), [("analysis", "So, né.\n\nYes"), (FINAL, "4\n\n")]
+    for prompt, reply in (
+        ("Hi", "<think>\nSo, né.\n\nYes\n</think>\n\n4\n\n"),
+        ("Hi", "\n<think>So, né.\n\nYes</think>4\n\n"),
+        ("Hi<think>\n", "So, né.\n\nYes\n\n</think>\n4\n\n"),
+        ("Hi<think>", "\nSo, né.\n\nYes</think>4\n\n"),
+    ):
+        assert heard(tok, prompt, reply) == both, reply
+    assert heard(tok, "Hi<think>\n", "So") == [("analysis", "So")]
+    assert heard(tok, "Hi", "<think>\n\n</think>\n\n4") == [(FINAL, "4")]
+    for reply in ("a <think>b</think>", "a</think>", "\n<thin", "\n\na", "<thing"):
+        if kind != "special":  # these are left out of any other text
+            assert heard(tok, "Hi<think>\n\n</think>\n\n", reply) == [(FINAL, reply)]
+    shown = heard(tok, "Hi", "<think>a</think>b", is_chat=False)
+    assert shown == [(FINAL, "ab" if kind == "special" else "<think>a</think>b")]
+
+
+def test_a_stop_text_ends_the_answer_and_not_the_thoughts():
+    tok, reply = thinker("added"), "<think>a END b</think>\n\nc END d"
+    assert heard(tok, "Hi", reply, ["END"]) == [("analysis", "a END b"), (FINAL, "c ")]
+    assert heard(tok, "Hi", reply, ["\n\n"]) == [("analysis", "a END b"), (FINAL, "c END d")]
+    assert heard(tok, "Hi", "\n\n\n", ["\n\n"]) == []
+    assert heard(tok, "Hi", "<th END", ["END"]) == [(FINAL, "<th ")]
+
+
+def test_special_tokens_are_said_on_request():
+    tok, reply = thinker("special"), "<think>a</think>b<call>c"
+    assert heard(tok, "Hi", reply, (), True) == [("analysis", "a"), (FINAL, "b<call>c")]
+    assert heard(tok, "Hi", reply) == [("analysis", "a"), (FINAL, "bc")]
+    plain = tok._replace(chat_template="{{ messages[0].content }}")
+    assert heard(plain, "Hi", "b<call>", (), True) == [(FINAL, "b<call>")]
+
+
+@pytest.mark.parametrize("kind", ["text", "added", "special"])
+def test_a_grammar_lets_the_model_think_first(kind):
+    tok = thinker(kind)
+    machine = llguidance.LLTokenizer(tok.backend.to_str(), eos_token=256)
+
+    def allows(prompt, reply, grammar):
+        grammar = behind_thoughts(tok, encode(tok, prompt), grammar)
+        matcher, ids = llguidance.LLMatcher(machine, grammar), encode(tok, reply)
+        assert not matcher.is_error()
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    for grammar in ('start: "yes"', llguidance.LLMatcher.grammar_from_regex("yes")):
+        for prompt, thought in (("Hi", "<think>\nWell\n</think>\n\n"), ("Hi", "")):
+            assert allows(prompt, thought + "yes", grammar)
+            assert not allows(prompt, thought + "no", grammar)
+        assert allows("Hi<think>\n", "Well</think>yes", grammar)
+        assert not allows("Hi<think>\n", "yes", grammar)
+        assert not allows("Hi<think>\n\n</think>\n\n", "<think></think>yes", grammar)
+
+
+def test_a_grammar_in_harmony_is_that_of_the_final_message(tok):
+    added = tok.backend.get_added_tokens_decoder().values()
+    tok = tok._replace(added_tokens=tuple((token.content, token.special) for token in added))
+    end = tok.backend.token_to_id("<|return|>")
+    machine = llguidance.LLTokenizer(tok.backend.to_str(), eos_token=end)
+    matcher = llguidance.LLMatcher(machine, behind_thoughts(tok, [0], 'start: "4"'))
+    start = "<|start|>assistant<|channel|>final<|message|>4"
+    assert matcher.consume_tokens(encode(tok, THOUGHT + start)) and matcher.is_accepting()
+    matcher.reset()
+    assert not matcher.consume_tokens(encode(tok, THOUGHT + start[:-1] + "5"))

@@ -67,9 +67,9 @@ TEMPLATES = dict(
     "{% set c = m.tool_calls[0].function %}{{ '{\"name\": \"' + c.name + '\", \"parameters\": ' }}"
     + JSON + "}"),
     pythonic=LLAMA.replace("SAYS", "'[func_name(a=1)]'").replace("CALLS", f"[{PYTHON}]"),
-    deepseek_v3=DEEPSEEK.replace("CALL{%", marked("{{ ('' if loop.first else '\n') + '<call_begin>' "
-    "+ c.type + '<sep>' + c.function.name + '\n```json\n' + c.function.arguments + '\n```<call_end>' "
-    "}}{%")),
+    deepseek_v3=DEEPSEEK.replace("CALL{%", marked("{{ '' if loop.first else '\n' }}{{ '<call_begin>' + "
+    "c.type + '<sep>' + c.function.name + '\n```json\n' + c.function.arguments + '\n```' + "
+    "'<call_end>' }}{%")),
     deepseek_v31=DEEPSEEK.replace("CALL{%", marked("{{ '<call_begin>' + c.function.name + '<sep>' "
     "+ c.function.arguments + '<call_end>' }}{%")),
     kimi="{% if tools %}<|im_system|>{{ tools | tojson }}<|im_end|>{% endif %}" + EACH
@@ -290,12 +290,14 @@ def test_a_reply_is_read_alike_however_it_is_cut_and_what_is_no_call_is_text(for
 
 
 @given(st.data())
-def test_no_text_is_lost_and_cuts_change_nothing(data):
+def test_of_a_damaged_reply_no_text_is_lost_and_cuts_change_nothing(data):
     format = data.draw(st.sampled_from([*REPLIES]))
-    words = [
-        *(word for reply, *_ in REPLIES[format] for word in re.findall(r"<[^>]*>|\w+|.", reply))
-    ]
-    reply = "".join(data.draw(st.lists(st.sampled_from(words), max_size=30)))
+    replies = [reply for reply, *_ in REPLIES[format]]
+    words = [*{word for reply in replies for word in re.findall(r"<[^>]*>|\w+|.", reply)}]
+    reply = data.draw(st.sampled_from(replies))
+    for _ in range(data.draw(st.integers(0, 3))):
+        at, more = data.draw(st.integers(0, len(reply))), data.draw(st.integers(0, 9))
+        reply = reply[:at] + data.draw(st.sampled_from(["", *words, *replies])) + reply[at + more :]
     text, made = read(format, [reply])
     cuts = sorted(data.draw(st.lists(st.integers(0, len(reply)), max_size=5)))
     pieces = [reply[i:j] for i, j in zip([0, *cuts], [*cuts, len(reply)], strict=True)]

@@ -94,7 +94,7 @@ class Calls(NamedTuple):
     tools: Mapping[str, Mapping[str, Any]]  # by name, as `functions` returns them
     step: Callable[["Calls", bool], "Step"]
     held: str = ""  # text that is not certain yet
-    count: int = 0  # calls so far
+    made: int = 0  # calls so far
     plain: bool = False  # there was content other than white space
     depth: int = 0  # of brackets that are open in the arguments
     quote: str = ""  # '"' in a string of the arguments, a backslash after one there
@@ -151,10 +151,10 @@ def push(calls: Calls, text: str, channel: str = FINAL) -> tuple[Calls, list[Pie
     before = list[Piece]()
     if channel != calls.channel:
         before = finish(calls)
-        count = calls.count + sum(piece.name is not None for piece in before)
+        made = calls.made + sum(piece.name is not None for piece in before)
         header = calls.format.call.partition("ARGS")[0].replace("functions.NAME", channel)
         text = header + text if channel.startswith(CALLED) else text
-        calls = calls._replace(held="", count=count, plain=True, channel=channel, step=in_text)
+        calls = calls._replace(held="", made=made, plain=True, channel=channel, step=in_text)
     calls, pieces = advance(calls._replace(held=calls.held + text), False)
     return calls, before + pieces
 
@@ -223,8 +223,8 @@ def in_call(calls: Calls, is_last: bool) -> Step:
         new = calls._replace(held=calls.held[at:], step=in_text, plain=True)
         return new, [Piece(calls.held[:at])]
     step, many = (in_arguments if found.open else after_call), len(found.calls)
-    pieces = [Piece(args, calls.count + i, name) for i, (name, args) in enumerate(found.calls)]
-    new = calls._replace(held=found.rest, step=step, count=calls.count + many, depth=0, quote="")
+    pieces = [Piece(args, calls.made + i, name) for i, (name, args) in enumerate(found.calls)]
+    new = calls._replace(held=found.rest, step=step, made=calls.made + many, depth=0, quote="")
     return new, pieces
 
 
@@ -249,7 +249,7 @@ def in_arguments(calls: Calls, is_last: bool) -> Step:
     if not held:
         return None
     new = calls._replace(held=held[end:], depth=depth, quote=quote, step=step)
-    return new, [Piece(held[:end], calls.count - 1)]
+    return new, [Piece(held[:end], calls.made - 1)]
 
 
 def after_call(calls: Calls, is_last: bool) -> Step:
