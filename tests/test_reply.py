@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import llguidance
 import pytest
 import tokenizers
+from compare import refused
 from tokenizers import decoders, models, pre_tokenizers
 
 from common.command import converse
 from common.command.arguments import parser
 from common.serving.serve import end_of
 from common.serving.session import Event, Work
+from common.text.chat import thinking_options
 from common.text.grammar import behind_thoughts
 from common.text.reply import FINAL, ParserState, follow, say, speaks_harmony, start_speech
 from common.text.tokenizer import Tokenizer, encode, stream_flush
@@ -29,19 +31,25 @@ CALL = "<|start|>assistant<|channel|>commentary to=f <|message|>{}<|end|>"
 ANSWER = "<|start|>assistant<|channel|>final<|message|>Père: 4<|return|>"
 
 
-@pytest.fixture
-def tok():
+def bytes_tokenizer(special, added, template, stop):
     """Makes a tokenizer of bytes and the markers. In it, é is two tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIAL))
-    ids = {x: backend.token_to_id(x) for x in SPECIAL}
-    stop = frozenset([ids["<|return|>"]])
+    backend.add_special_tokens([*special])
+    backend.add_tokens([*added])
+    tokens = backend.get_added_tokens_decoder()
     return Tokenizer(
-        backend, TEMPLATE, {}, frozenset(ids.values()), (), None, stop, frozenset(), None, 300
-    )
+        backend, template, {}, frozenset(i for i, x in tokens.items() if x.special),
+        tuple((x.content, x.special) for x in tokens.values()), None,
+        frozenset([backend.token_to_id(stop)]), frozenset(), None, backend.get_vocab_size(),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def tok():
+    return bytes_tokenizer(SPECIAL, (), TEMPLATE, "<|return|>")
 
 
 def options(*argv):
@@ -166,21 +174,11 @@ def test_the_channel_of_a_call_is_its_recipient(tok):
 THINKS = "{{ messages[0].content }}<think>\n</think>"
 
 
-def thinker(kind, template=THINKS):
-    """A tokenizer of bytes; the marks are text, added tokens, or special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<eos>", "<call>"])
-    add = dict(added=backend.add_tokens, special=backend.add_special_tokens)
-    if kind != "text":
-        add[kind](["<think>", "</think>"])
-    added = backend.get_added_tokens_decoder()
-    special = frozenset(i for i, token in added.items() if token.special)
-    texts = tuple((token.content, token.special) for token in added.values())
-    stop = frozenset([backend.token_to_id("<eos>")])
-    return Tokenizer(backend, template, {}, special, texts, None, stop, frozenset(), None, 300)
+def thinker(kind):
+    """The marks are text, added tokens, or special tokens."""
+    marks = ("<think>", "</think>")
+    special, added = marks * (kind == "special"), marks * (kind == "added")
+    return bytes_tokenizer(("<eos>", "<call>", *special), added, THINKS, "<eos>")
 
 
 def heard(tok, prompt, reply, stop=(), keep_special=False, is_chat=True):
@@ -252,8 +250,6 @@ def test_a_grammar_lets_the_model_think_first(kind):
 
 
 def test_a_grammar_in_harmony_is_that_of_the_final_message(tok):
-    added = tok.backend.get_added_tokens_decoder().values()
-    tok = tok._replace(added_tokens=tuple((token.content, token.special) for token in added))
     end = tok.backend.token_to_id("<|return|>")
     machine = llguidance.LLTokenizer(tok.backend.to_str(), eos_token=end)
     matcher = llguidance.LLMatcher(machine, behind_thoughts(tok, [0], 'start: "4"'))
@@ -261,3 +257,20 @@ def test_a_grammar_in_harmony_is_that_of_the_final_message(tok):
     assert matcher.consume_tokens(encode(tok, THOUGHT + start)) and matcher.is_accepting()
     matcher.reset()
     assert not matcher.consume_tokens(encode(tok, THOUGHT + start[:-1] + "5"))
+
+
+def test_thinking_is_switched_by_the_variables_of_the_template(tok):
+    options = thinking_options
+    qwen, deepseek, gpt = (
+        tok._replace(chat_template=template)
+        for template in (
+            "{% if enable_thinking is defined and not enable_thinking %}{% endif %}",
+            "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}",
+            "{{ reasoning_effort }}{% for m in messages %}{{ m.thinking }}{% endfor %}",
+        )
+    )
+    assert options(qwen, False, None) == options(qwen, None, "none") == dict(enable_thinking=False)
+    assert options(deepseek, True, None) == dict(thinking=True) and options(tok, None, None) == {}
+    assert options(gpt, None, "low") == dict(reasoning_effort="low")
+    refused(ValueError, "cannot switch thinking", options, gpt, True, None)
+    refused(ValueError, "no reasoning_effort", options, qwen, None, "high")

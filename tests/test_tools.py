@@ -10,17 +10,16 @@ import jsonschema
 import llguidance
 import numpy as np
 import pytest
-import tokenizers
 import transformers
 from compare import refused
 from hypothesis import given
 from hypothesis import strategies as st
+from test_reply import bytes_tokenizer
 from test_tokenizer import FIXTURES
-from tokenizers import decoders, models, pre_tokenizers
 
 from common.text import chat
 from common.text.grammar import grammar_of
-from common.text.tokenizer import Tokenizer, decode, load_tokenizer
+from common.text.tokenizer import decode, load_tokenizer
 from common.text.tools import finish, format_of, push, start_calls
 
 
@@ -67,9 +66,9 @@ TEMPLATES = dict(
     "{% set c = m.tool_calls[0].function %}{{ '{\"name\": \"' + c.name + '\", \"parameters\": ' }}"
     + JSON + "}"),
     pythonic=LLAMA.replace("SAYS", "'[func_name(a=1)]'").replace("CALLS", f"[{PYTHON}]"),
-    deepseek_v3=DEEPSEEK.replace("CALL{%", marked("{{ '' if loop.first else '\n' }}{{ '<call_begin>' + "
-    "c.type + '<sep>' + c.function.name + '\n```json\n' + c.function.arguments + '\n```' + "
-    "'<call_end>' }}{%")),
+    deepseek_v3=DEEPSEEK.replace("CALL{%", marked("{{ '' if loop.first else '\n' }}{{ '<call_begin>"
+    "' + c.type + '<sep>' + c.function.name + '\n```json\n' + c.function.arguments + '\n```<call_e"
+    "nd>' }}{%")),
     deepseek_v31=DEEPSEEK.replace("CALL{%", marked("{{ '<call_begin>' + c.function.name + '<sep>' "
     "+ c.function.arguments + '<call_end>' }}{%")),
     kimi="{% if tools %}<|im_system|>{{ tools | tojson }}<|im_end|>{% endif %}" + EACH
@@ -204,7 +203,7 @@ def test_what_a_template_leaves_out_is_refused(format, directory):
     only = "{% for m in messages if m.role != 'tool' %}"
     deaf = tok._replace(chat_template=tok.chat_template.replace(EACH, only))
     refused(ValueError, "leaves out message 3 (role: tool)", ask, deaf, USER, CALLING, TOLD)
-    refused(ValueError, "a tool must be", ask, tok, USER, tools=[dict(type="web_search")])
+    refused(ValueError, "tools must be", ask, tok, USER, tools=[dict(type="web_search")])
     refused(ValueError, "tool_calls must be", ask, tok, dict(CALLING, tool_calls=[dict(id="x")]))
 
 
@@ -215,6 +214,17 @@ def test_kimi_reads_the_function_from_the_id_of_a_call(directory):
     said = [USER, one, dict(TOLD, tool_call_id="call_x"), one, dict(TOLD, tool_call_id="call_x")]
     text = decode(tok, chat.encode_chat(tok, said), True)
     assert re.findall(r"functions.f:\d", text) == ["functions.f:0"] * 2 + ["functions.f:1"] * 2
+
+
+@pytest.mark.parametrize("format", ["hermes"], indirect=True)
+def test_keys_and_escaped_texts_hold_no_control_tokens(format, directory):
+    tok, end = load_tokenizer(directory), "<|im_end|>"
+    tools = [dict(function=dict(name="f", parameters={"properties": {end: {end: [end]}}}))]
+    for form in ("t | tojson", "t | tojson(ensure_ascii=True)", "t | tojson(True)"):
+        new = tok._replace(chat_template=tok.chat_template.replace("t | tojson", form))
+        ids = [chat.encode_chat(new, [USER], tools=tools), chat.encode_chat(new, [USER])]
+        assert decode(tok, ids[0]).count(end) == 3  # plain text, which decode does not leave out
+        assert [x.count(tok.backend.token_to_id(end)) for x in ids] == [1, 1]
 
 
 # ---- replies
@@ -233,6 +243,7 @@ REPLIES = dict(
         ('{"name": "f", "arguments": {}}', None, []),
         ('<tool_call>{"name": "no", "arguments": {}}</tool_call> a', None, []),
         ("<tool_call>{'name': 'f', 'arguments': {'n': 1}}</tool_call>", None, []),
+        ('<tool_call>{"arguments": {}, "name": [1]}</tool_call>', None, []),
         ('<tool_call>{"name": "f", "arguments": {\'n\': 1}}</tool_call>', None, []),
         ("In <tool_call> and </tool_call>, and <tool_ \n", None, []),
         ('<tool_call>no</tool_call>\n<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>',
@@ -263,6 +274,7 @@ REPLIES = dict(
          [("f", '{"s": "it\\"s]", "o": null, "l": [true]}'), ("f", '{"l": [true]}')]),
         ("[f(1)]", None, []), ("[f(n=g())]", None, []), ("[1, 2]", None, []), ("[f(n=", None, []),
         ("[f(n=1), g(n=1)]", None, []), ("[f(**{'n': 1})]", None, []), ("See [f(n=1)]", None, []),
+        ("[f(n=x) for x in y]", None, []), ("[f(n=1)][0]", "[0]", [F]),
     ],
     deepseek_v3=[
         (marked('Hi<calls_begin><call_begin>function<sep>f\n```json\n{"n": 1}\n```<call_end>'
@@ -335,25 +347,12 @@ def test_in_harmony_the_channel_says_what_is_called():
 def test_unknown_formats_and_tools_are_refused():
     assert format_of(None) is format_of("{{ messages }}") is None
     refused(ValueError, "no format 'x'", start_calls, "x", TOOLS)
-    refused(ValueError, "a tool must be", start_calls, "hermes", [dict(function=dict(name="a b"))])
+    refused(ValueError, "tools must be", start_calls, "hermes", [dict(function=dict(name="a b"))])
+    odd = dict(function=dict(name="f", parameters=dict(properties=[1])))
+    refused(ValueError, "parameters of 'f' must be", start_calls, "hermes", [odd])
 
 
 # ---- grammars
-
-
-def small_tokenizer(with_marks, template=None):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<eos>", *(x for x in MARKS if x not in PLAIN and with_marks)])
-    backend.add_tokens([*PLAIN, "<think>", "</think>"] if with_marks else [])
-    added = backend.get_added_tokens_decoder()
-    return Tokenizer(
-        backend, template, {}, frozenset(i for i, x in added.items() if x.special),
-        tuple((x.content, x.special) for x in added.values()), None, frozenset([256]),
-        frozenset(), None, backend.get_vocab_size(),
-    )  # fmt: skip
 
 
 def noise(tok, machine, grammar, r):
@@ -379,7 +378,9 @@ def noise(tok, machine, grammar, r):
 def test_what_a_grammar_allows_is_read_and_fits_the_schema(format, with_marks, required):
     if format == "harmony" and not with_marks:
         return
-    tok, r = small_tokenizer(with_marks), random.Random(0)
+    special = [mark for mark in MARKS if mark not in PLAIN and with_marks]
+    added = [*PLAIN, "<think>"] if with_marks else []
+    tok, r = bytes_tokenizer(["<eos>", *special], added, None, "<eos>"), random.Random(0)
     machine = llguidance.LLTokenizer(tok.backend.to_str(), eos_token=256)
     grammar, count = grammar_of(tok, format, TOOLS, required), 0
     for text in filter(None, (noise(tok, machine, grammar, r) for _ in range(12))):

@@ -4,6 +4,8 @@ A template gets what it asks for. If it leaves a message, a call or the tools ou
 No message can hold a control token: one that is spelled out is encoded as plain text.
 """
 
+import contextlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -124,58 +126,51 @@ def for_template(
             new.pop("tool_calls", None)
         elif new.get("content") is None:
             new["content"] = ""
-        told.append(with_arguments(new, as_object))
+        functions(new.get("tool_calls", ()), "tool_calls")
+        told.append(with_calls(new, objects))
     if format_of(tok.chat_template) == "kimi":
         told = with_kimis_ids(told)
     in_parts = [with_text(m, lambda text: [dict(type="text", text=text)]) for m in told]
     reasons = list[str]()
-    for form in (told, in_parts, [with_arguments(m, as_text) for m in told]):
+    for form in (told, in_parts, [with_calls(m, texts) for m in told]):
         if (reason := left_out(tok, form, variables)) is None:
             return form
         reasons.append(reason)
     raise ValueError(reasons[0])
 
 
-def with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The message with other arguments in its calls. ValueError if they are no calls."""
+def with_calls(message: dict[str, Any], change: Callable[..., Any]) -> dict[str, Any]:
+    """The message with what `change(function, call)` returns instead of each call."""
     calls = message.get("tool_calls", ())
-    try:
-        functions(calls)
-    except ValueError:
-        form = "{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
-        raise ValueError(f"tool_calls must be a list of {form}") from None
-    new = [
-        {**x, "function": {**x["function"], "arguments": change(x["function"].get("arguments"))}}
-        for x in calls
-    ]
+    new = [{**call, **change(call["function"], call)} for call in calls]
     return message | (dict(tool_calls=new) if new else {})
 
 
-def as_object(arguments: Any) -> Any:
-    """JSON text as what it says; a text that is no JSON, as a model may write, stays a text."""
-    try:
-        return json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
-    except (ValueError, RecursionError):
-        return arguments
+def objects(function: dict[str, Any], _: Any) -> dict[str, Any]:
+    """Arguments that are JSON text become what they say, if they are JSON."""
+    args = function.get("arguments") or {}
+    with contextlib.suppress(ValueError, RecursionError):
+        args = json.loads(args) if isinstance(args, str) else args
+    return dict(function={**function, "arguments": args})
 
 
-def as_text(arguments: Any) -> str:
-    is_text = isinstance(arguments, str)
-    return arguments if is_text else json.dumps(arguments, ensure_ascii=False)
+def texts(function: dict[str, Any], _: Any) -> dict[str, Any]:
+    args = function["arguments"]
+    args = args if isinstance(args, str) else json.dumps(args, ensure_ascii=False)
+    return dict(function={**function, "arguments": args})
 
 
 def with_kimis_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Kimi reads the function from a call's id: `functions.NAME:N`, N counting all calls."""
-    ids, told = dict[Any, str](), list[dict[str, Any]]()
+    ids, told, count = dict[Any, str](), list[dict[str, Any]](), itertools.count()
+
+    def named(function: dict[str, Any], call: dict[str, Any]) -> dict[str, Any]:
+        ids[call.get("id")] = f"functions.{function['name']}:{next(count)}"
+        return dict(id=ids[call.get("id")])
+
     for message in messages:
-        calls = list[Any]()
-        for call in message.get("tool_calls", ()):
-            ids[call.get("id")] = f"functions.{call['function']['name']}:{len(ids)}"
-            calls.append({**call, "id": ids[call.get("id")]})
-        new: dict[str, Any] = dict(tool_calls=calls) if calls else {}
-        if message.get("tool_call_id") in ids:
-            new["tool_call_id"] = ids[message["tool_call_id"]]
-        told.append(message | new)
+        new, id_ = with_calls(message, named), message.get("tool_call_id")
+        told.append(new | (dict(tool_call_id=ids[id_]) if id_ in ids else {}))
     return told
 
 
@@ -201,11 +196,8 @@ def signed(i: int, message: dict[str, Any]) -> dict[str, Any]:
     to calls, some templates write no text."""
     if "tool_calls" not in message:
         return with_text(message, lambda _: sign(i))
-    calls = [
-        {**x, "id": sign(i), "function": {**x["function"], "name": sign(i)}}
-        for x in message["tool_calls"]
-    ]
-    return message | dict(tool_calls=calls)
+    new = lambda function, _: dict(id=sign(i), function={**function, "name": sign(i)})
+    return with_calls(message, new)
 
 
 def left_out(

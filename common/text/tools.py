@@ -33,6 +33,8 @@ class Format(NamedTuple):
 
 
 LLAMA = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
+CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+EACH = ("<tool_call>\n", "\n</tool_call>", "\n", False)
 FORMATS = dict(
     harmony=Format(
         ("<|channel|>", "<|message|>"),
@@ -41,42 +43,32 @@ FORMATS = dict(
     kimi=Format(
         ("<|tool_calls_section_begin|>",),
         "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>ARGS<|tool_call_end|>",
-        "<|tool_calls_section_begin|>",
-        "<|tool_calls_section_end|>",
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
     ),
     deepseek_v3=Format(
-        ("<｜tool▁calls▁begin｜>", "```json"),
+        (CALLS[0], "```json"),
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGS\n```<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁calls▁end｜>",
-        "\n",
+        *CALLS, "\n",
     ),
     deepseek_v31=Format(
-        ("<｜tool▁calls▁begin｜>",),
-        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGS<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁calls▁end｜>",
+        CALLS[:1], "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGS<｜tool▁call▁end｜>", *CALLS
     ),
     qwen_xml=Format(
-        ("<tool_call>", "<function="), "<function=NAME>\nARGS</function>",
-        "<tool_call>\n", "\n</tool_call>", "\n", False, "xml",
+        ("<tool_call>", "<function="), "<function=NAME>\nARGS</function>", *EACH, "xml"
     ),
     hermes=Format(
-        ("<tool_call>", '"arguments": '), '{"name": "NAME", "arguments": ARGS}',
-        "<tool_call>\n", "\n</tool_call>", "\n", False,
+        ("<tool_call>", '"arguments": '), '{"name": "NAME", "arguments": ARGS}', *EACH
     ),
-    pythonic=Format(("[func_name",), "NAME(ARGS)", "[", "]", ", ", args="python", also=LLAMA),
+    pythonic=Format(("[func_name",), "NAME(ARGS)", "[", "]", ", ", True, "python", LLAMA),
     llama_json=Format(
-        ('"parameters": ', "header"), '{"name": "NAME", "parameters": ARGS}',
-        between="; ", also=LLAMA,
+        ('"parameters": ', "header"), '{"name": "NAME", "parameters": ARGS}', "", "", "; ",
+        also=LLAMA,
     ),
 )  # fmt: skip
 # What an object that is a call may begin with, if not as its format says.
 KEYS = ("name", "type", "id", "function", "arguments", "parameters")
-KINDS = {
-    str: "string", bool: "boolean", int: "integer", float: "number",
-    list: "array", dict: "object", type(None): "null",
-}  # fmt: skip
+KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
+KINDS |= {dict: "object", type(None): "null"}
 
 
 class Piece(NamedTuple):
@@ -121,17 +113,22 @@ def format_of(chat_template: str | None) -> str | None:
     return next((name for name, form in FORMATS.items() if has(form)), None)
 
 
-def functions(tools: Tools) -> dict[str, Mapping[str, Any]]:
-    """The functions by name. ValueError if a tool is not a function with a name."""
-    found = {}
+def functions(tools: Tools, what: str = "tools") -> dict[str, Mapping[str, Any]]:
+    """The functions by name. ValueError if one is not in OpenAI's form."""
+    found = dict[str, Mapping[str, Any]]()
     for tool in tools:
-        function = tool.get("function") if isinstance(tool, Mapping) else None
+        function: Any = tool.get("function") if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(
-                "a tool must be {'type': 'function', 'function': {'name': ..., 'parameters': "
-                "{...}}}, with a name of letters, digits, '_', '.' and '-'"
-            )
+            form = "{'type': 'function', 'function': {'name': ...}}"
+            raise ValueError(f"{what} must be a list of {form}; a name has no other characters "
+                             "than letters, digits, '_', '.' and '-'")  # fmt: skip
+        schema = function.get("parameters") or {}
+        inner = schema.get("properties") or {} if isinstance(schema, Mapping) else None
+        if not isinstance(inner, Mapping) or not all(
+            isinstance(x, Mapping) for x in inner.values()
+        ):
+            raise ValueError(f"the parameters of {name!r} must be a schema of an object")
         found[name] = function
     return found
 
@@ -305,12 +302,14 @@ def read_object(calls: Calls, body: str) -> Found | None:
         value = value["function"] if isinstance(value.get("function"), dict) else value
         args = value.get("arguments", value.get("parameters")) or {}
         args = json.loads(args) if isinstance(args, str) else args
+        made = json.dumps(args, allow_nan=False)
     except (ValueError, RecursionError):
         is_over = any(mark in body for mark in marks(calls.format)[1] if mark.startswith("</"))
         return None if is_over else MORE
-    if value.get("name") not in calls.tools or not isinstance(args, dict):
+    name = value.get("name")
+    if not isinstance(name, str) or name not in calls.tools or not isinstance(args, dict):
         return None
-    return Found([(value["name"], json.dumps(args))], body[end:])
+    return Found([(name, made)], body[end:])
 
 
 def read_xml(calls: Calls, head: Found) -> Found | None:
@@ -333,10 +332,11 @@ def kinds_of(schema: Any) -> set[str]:
     """The types of JSON that a schema allows; none if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
-    types = schema.get("type", [])
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    found = {types} if isinstance(types, str) else {*types, *(KINDS[type(x)] for x in values)}
-    return found.union(*map(kinds_of, (*schema.get("anyOf", ()), *schema.get("oneOf", ()))))
+    listed = lambda key: x if isinstance(x := schema.get(key), list) else []
+    values = listed("enum") or ([schema["const"]] if "const" in schema else [])
+    types = listed("type") or [schema.get("type")]
+    found = {x for x in types if isinstance(x, str)} | {KINDS[type(x)] for x in values}
+    return found.union(*map(kinds_of, (*listed("anyOf"), *listed("oneOf"))))
 
 
 def typed(text: str, kinds: set[str]) -> Any:
@@ -348,8 +348,8 @@ def typed(text: str, kinds: set[str]) -> Any:
             json.dumps(value, allow_nan=False)
         except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError):
             continue
-        is_known = kind in kinds or (kind == "integer" and "number" in kinds)
-        if is_known if "string" in kinds else is_known or read is json.loads:
+        fits = kind in kinds or (kind == "integer" and "number" in kinds)
+        if fits or ("string" not in kinds and read is json.loads):
             return text if kind == "string" and "string" in kinds else value
     return text
 
@@ -365,8 +365,8 @@ def read_python(calls: Calls, body: str) -> Found | None:
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
         try:
-            assert isinstance(tree, ast.List)
-            made = [python_call(body, node) for node in tree.elts]
+            nodes = tree.elts if isinstance(tree, ast.List) else [tree]
+            made = [python_call(body, node) for node in nodes]
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return None
         return Found(made, body[end:]) if {name for name, _ in made} <= {*calls.tools} else None
