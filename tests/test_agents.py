@@ -184,7 +184,7 @@ BAD = [
     ),
     (dict(tool_choice="required"), "tool_choice asks for a call, and there are no tools"),
     (dict(tools=[dict(type="web_search")]), "tools must be a list of tools whose type is function"),
-    (dict(tools=[dict(type="function")]), "a tool must be"),
+    (dict(tools=[dict(type="function")]), "tools must be a list of"),
     (dict(tools=TOOLS, tool_choice=dict(type="function", function=dict(name="x"))), "no tool 'x'"),
     (
         dict(tools=TOOLS, tool_choice="any"),

@@ -197,6 +197,7 @@ def check_fields(
 def fields_of(kind: str, body: Any) -> dict[str, Any]:
     needed = "messages" if kind == "chat" else "prompt"
     given = check_fields(body, FIELDS[kind], UNSUPPORTED, needed)
+    given |= dict(top_k=0) if given.get("top_k") == -1 else {}
     unset = {"max_tokens", "max_completion_tokens", "seed"}  # if they are -1
     return {name: x for name, x in given.items() if x != -1 or name not in unset}
 

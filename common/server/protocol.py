@@ -223,8 +223,7 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
             ids,
             max(1, room if most is None else most),
             **{"temperature": 1.0, **session.model.sampling}
-            | {name: max(given[name], 0) for name in SETTINGS if name in given},
-            **{name: given[name] for name in PENALTIES if name in given},
+            | {name: given[name] for name in (*SETTINGS, *PENALTIES) if name in given},
             logit_bias=[(int(id_), bias) for id_, bias in get("logit_bias", {}).items()],
             grammar=grammar,
             stop_ids=ends,
