@@ -49,7 +49,7 @@ BODY = 16 << 20  # bytes of a request
 BACKLOG = 4096  # events that a client may leave unread
 STALLED = 60.0  # seconds in which a client must take some of a reply that has ended
 WAITING = 128  # connections that may wait to be accepted
-QUIET = 5.0  # seconds after which a stream that has nothing to send sends a comment
+QUIET = 5.0  # seconds; a stream that has nothing to send sends a comment as often
 IDLE = 75  # seconds that a connection stays open; proxies close theirs after 60
 
 
@@ -58,19 +58,14 @@ class Answer:
 
     def __init__(self, requests: Sequence[Request]):
         self.requests, self.task = requests, asyncio.current_task()
-        self.events = asyncio.Queue[tuple[int, Event] | Exception]()
+        self.events = asyncio.Queue[tuple[int, Event] | Exception | None]()
         self.numbers = list[int]()  # of its requests in the session, whose thread has them
         self.left = len(requests)  # requests that have not ended
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event] | None]:
-        """Yields the choice and the event, until all choices have ended. Yields None if nothing
-        came for QUIET seconds."""
+        """Yields the choice and the event, until all choices have ended; None now and then."""
         while self.left or not self.events.empty():
-            item: tuple[int, Event] | Exception | None = None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(QUIET):
-                    item = await self.events.get()
-            if isinstance(item, Exception):
+            if isinstance(item := await self.events.get(), Exception):
                 raise item
             yield item
 
@@ -117,6 +112,13 @@ class Desk:
                 self.loop.call_later(STALLED, self.drop_if_stalled, answer, answer.events.qsize())
             if answer.events.qsize() > BACKLOG and answer.task:
                 answer.task.cancel()  # its client does not read
+
+    def beat(self) -> None:
+        """Wakes streams that wait, so that they can say that they are alive."""
+        for answer in self.open:
+            if answer.left and answer.events.empty():
+                answer.events.put_nowait(None)
+        self.loop.call_later(QUIET, self.beat)
 
     def drop_if_stalled(self, answer: Answer, waited: int) -> None:
         """Gives up an answer that has ended, if its client took nothing of it since `waited` events
@@ -427,6 +429,7 @@ def serve_http(session: Session, args: argparse.Namespace, listener: socket.sock
     thread = threading.Thread(target=run, daemon=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, desk.stop)
+    desk.loop.call_soon(desk.beat)
     thread.start()
     host, port, *_ = listener.getsockname()
     host = f"[{host}]" if ":" in host else host
