@@ -29,7 +29,6 @@ from common.server.answers import Choice, scores_of_text, spelled
 from common.server.fields import FIELDS, UNSUPPORTED
 from common.server.http import Desk, Guard, body_of, names_of
 from common.server.protocol import ask, served_by
-from common.server.responses import RESPONSES
 from common.serving.load import load
 from common.serving.serve import complete, serve
 from common.serving.session import Request, Score, start_session
@@ -439,6 +438,9 @@ def test_the_page_is_for_keyboards_telephones_and_dark_rooms(server, page):
 # ---- what is refused
 
 
+PATHS = dict(chat="/v1/chat/completions", text="/v1/completions", responses="/v1/responses")
+USER = [dict(role="user", content="a")]
+GIVEN = dict(chat=dict(messages=USER), text=dict(prompt=PROMPT), responses=dict(input="a"))
 LONG = "x" * 10_000_000
 BAD = [
     (dict(prompt="a", temperature="hot"), "temperature must be a number from 0 to 2"),
@@ -507,14 +509,13 @@ def test_a_wrong_message_gets_one_sentence(server, messages, told):
     "kind, name", [(k, n) for k in FIELDS for n in {*UNSUPPORTED} - {*FIELDS[k]}]
 )
 def test_what_is_not_supported_is_refused_by_name_unless_it_asks_for_nothing(server, kind, name):
-    path, given = "/v1/chat/completions", dict(messages=[dict(role="user", content="a")])
-    if kind == "text":
-        path, given = "/v1/completions", dict(prompt=PROMPT)
-    status, answer = server.post(path, **given, max_tokens=1, **{name: ["x"]})
+    path, most = PATHS[kind], "max_output_tokens" if kind == "responses" else "max_tokens"
+    given = GIVEN[kind] | {most: 1}
+    status, answer = server.post(path, **given, **{name: ["x"]})
     assert status == 400 and answer["error"]["message"] == f"{name} is not supported"
     assert answer["error"]["param"] == name
     for value in [None, *UNSUPPORTED[name]]:
-        assert server.post(path, **given, max_tokens=1, **{name: value})[0] == 200
+        assert server.post(path, **given, **{name: value})[0] == 200
 
 
 def test_values_that_change_nothing_are_accepted(server):
@@ -546,7 +547,7 @@ def test_the_page_says_what_is_understood():
     assert said["on both paths"] | said["for conversations"] == FIELDS["chat"].keys()
     assert said["on both paths"] | said["for texts"] == FIELDS["text"].keys()
     assert said["not supported"] == UNSUPPORTED.keys() - FIELDS["chat"].keys()
-    assert said["for responses"] == RESPONSES.keys() - FIELDS["chat"].keys()
+    assert said["for responses"] == FIELDS["responses"].keys() - FIELDS["chat"].keys()
 
 
 def test_unknown_models_paths_and_methods_get_the_error_object(server):
@@ -567,17 +568,13 @@ def test_random_requests_never_break_it(server, request):
     values += [[tool], "required", dict(type="json_object"), dict(regex="[a-c]+"), {"7": -100}]
     values += [dict(choice=["a", ""]), dict(json={}), dict(effort="none"), dict(format=tool)]
     values += [[dict(type="function_call", name="f", arguments="{}", call_id="x")]]
-    known = FIELDS | dict(responses=RESPONSES)
-    paths = dict(chat="chat/completions", text="completions", responses="responses")
     for _ in range(2000 if request.config.getoption("--all") else 100):
-        kind = rng.choice([*known])
-        path = f"/v1/{paths[kind]}"
-        names = rng.sample([*known[kind], *UNSUPPORTED, "x"], rng.randrange(5))
+        kind = rng.choice([*FIELDS])
+        path = PATHS[kind]
+        names = rng.sample([*FIELDS[kind], *UNSUPPORTED, "x"], rng.randrange(5))
         most = "max_output_tokens" if kind == "responses" else "max_tokens"
         body = {name: rng.choice(values) for name in names} | {most: rng.choice([1, 2, 0])}
-        first = dict(text="prompt", chat="messages", responses="input")[kind]
-        said = "a" if kind != "chat" else [dict(role="user", content="a")]
-        body |= {first: said} if rng.random() < 0.8 else {}
+        body |= GIVEN[kind] if rng.random() < 0.8 else {}
         data = json.dumps(body).encode()
         if rng.random() < 0.2:
             data = data[: rng.randrange(len(data))] + bytes([rng.randrange(256)])

@@ -77,13 +77,6 @@ is_text, is_object = lambda x: isinstance(x, str), lambda x: isinstance(x, dict)
 are_ids, are_texts = all_of(lambda x: type(x) is int), all_of(is_text)
 
 
-def is_bias(x: Any) -> bool:
-    """Ids are texts, as the keys of JSON are."""
-    return is_object(x) and all(
-        re.fullmatch("[0-9]{1,9}", key) and BIAS.holds(bias) for key, bias in x.items()
-    )
-
-
 def is_format(x: Any) -> bool:
     if not is_object(x) or {*x} - {"type", "json_schema"}:
         return False
@@ -107,13 +100,6 @@ def is_choice(x: Any) -> bool:
     return named or (is_text(x) and x in ("none", "auto", "required"))
 
 
-def are_tools(x: Any) -> bool:
-    """Their functions are read where their calls are."""
-    return isinstance(x, list) and all(
-        is_object(tool) and tool.get("type") == "function" for tool in x
-    )
-
-
 TEXT, FLAG = Kind("a text", is_text), Kind("true or false", lambda x: isinstance(x, bool))
 OBJECT = Kind("an object", is_object)
 TEXTS = Kind("a text or a list of texts", lambda x: is_text(x) or are_texts(x))
@@ -122,40 +108,56 @@ PROMPT = Kind(
     "a text, a list of texts, a list of ids, or a list of lists of ids",
     lambda x: TEXTS.holds(x) or are_ids(x) or all_of(are_ids)(x),
 )
+MESSAGES = Kind("a list of messages", all_of(is_object))
+ITEMS = Kind("a text or a list of items", lambda x: is_text(x) or all_of(is_object)(x))
 OPTIONS = Kind("an object with include_usage alone, true or false", are_options)
 FORMAT = Kind("text, json_object, or json_schema with an object that has the schema", is_format)
 STRUCTURE = Kind("an object with one of json, regex, grammar, choice, json_object", is_structure)
-TOOLS = Kind("a list of tools whose type is function", are_tools)
+are_tools = all_of(lambda x: is_object(x) and x.get("type") == "function")
+TOOLS = Kind("a list of tools whose type is function", lambda x: x == [] or are_tools(x))
 CHOICE = Kind("none, auto, required, or an object with a function's name", is_choice)
+INCLUDED = [[], ["reasoning.encrypted_content"]]  # reasoning comes anyway, as text
 COUNT, SCORES, SHARE = integer(0, 2**31 - 1), integer(0, LIKELIEST), number(0, 1)
-BIAS, PENALTY = number(-100, 100), number(-2, 2)
-BIASES = Kind("an object of token ids and numbers from -100 to 100", is_bias)
-BOTH = dict(
-    model=TEXT, stream=FLAG, stream_options=OPTIONS, max_tokens=or_minus_one(COUNT),
-    n=integer(1, 32), temperature=number(0, 2), top_p=SHARE, top_k=or_minus_one(COUNT), min_p=SHARE,
-    seed=integer(-(2**63), 2**63 - 1), stop=STOPS, cache_salt=TEXT, skip_special_tokens=FLAG,
+BIAS, PENALTY, OR_UNSET = number(-100, 100), number(-2, 2), or_minus_one(COUNT)
+BIASES = Kind(
+    "an object of token ids and numbers from -100 to 100",
+    lambda x: is_object(x) and all(re.fullmatch("[0-9]{1,9}", i) and BIAS.holds(x[i]) for i in x),
+)
+# Of all three protocols; what stands in the last two lines changes nothing.
+SHARED = dict(
+    model=TEXT, stream=FLAG, stream_options=OPTIONS, temperature=number(0, 2), top_p=SHARE,
+    top_k=OR_UNSET, min_p=SHARE, seed=integer(-(2**63), 2**63 - 1), stop=STOPS, cache_salt=TEXT,
     presence_penalty=PENALTY, frequency_penalty=PENALTY, repetition_penalty=number(0.01, 100),
-    logit_bias=BIASES, response_format=FORMAT, structured_outputs=STRUCTURE,
-    # These change nothing.
+    logit_bias=BIASES, structured_outputs=STRUCTURE, skip_special_tokens=FLAG,
     user=TEXT, prompt_cache_key=TEXT, safety_identifier=TEXT, metadata=OBJECT, service_tier=TEXT,
     prompt_cache_options=OBJECT, prompt_cache_retention=TEXT,
 )  # fmt: skip
+BOTH = SHARED | dict(max_tokens=OR_UNSET, n=integer(1, 32), response_format=FORMAT)
+TURNS = dict(parallel_tool_calls=FLAG, chat_template_kwargs=OBJECT)
 CHAT = dict(
-    messages=Kind("a list of messages", all_of(is_object)), logprobs=FLAG, top_logprobs=SCORES,
-    max_completion_tokens=or_minus_one(COUNT), tools=TOOLS, tool_choice=CHOICE,
-    parallel_tool_calls=FLAG, reasoning_effort=TEXT, chat_template_kwargs=OBJECT,
+    messages=MESSAGES, logprobs=FLAG, top_logprobs=SCORES, max_completion_tokens=OR_UNSET,
+    tools=TOOLS, tool_choice=CHOICE, reasoning_effort=TEXT,
 )  # fmt: skip
 FIELDS: dict[str, dict[str, Kind]] = dict(
-    chat=CHAT | BOTH, text=dict(prompt=PROMPT, logprobs=SCORES, echo=FLAG, **BOTH)
-)
-# Fields that are not supported, and fields of conversations in a request that has none. Each is
-# accepted if it is null or has one of these values, which change nothing.
+    chat=CHAT | TURNS | BOTH,
+    text=dict(prompt=PROMPT, logprobs=SCORES, echo=FLAG, **BOTH),
+    responses=dict(
+        input=ITEMS, instructions=TEXT, max_output_tokens=OR_UNSET, reasoning=OBJECT, text=OBJECT,
+        tools=Kind("a list of tools", lambda x: x == [] or all_of(is_object)(x)),
+        tool_choice=Kind("a text or an object", lambda x: is_text(x) or is_object(x)),
+        include=Kind(f"one of {INCLUDED}", lambda x: x in INCLUDED), **SHARED, **TURNS,
+    ),
+)  # fmt: skip
+# Fields that are not supported, here or in the other protocols. Each is accepted if it is null or
+# has one of these values, which change nothing.
 UNSUPPORTED: dict[str, list[Any]] = dict(
     functions=[[]], function_call=["none", "auto"], best_of=[1], suffix=[""], modalities=[["text"]],
     audio=[{}], prediction=[{}], store=[False], verbosity=["medium"], web_search_options=[],
     moderation=[{}], min_tokens=[0], ignore_eos=[False], add_generation_prompt=[True],
     provider_specific_fields=[{}], tools=[[]], tool_choice=["none", "auto"],
     parallel_tool_calls=[True, False], reasoning_effort=[], chat_template_kwargs=[{}],
+    background=[False], previous_response_id=[], conversation=[], truncation=["disabled"],
+    top_logprobs=[0], max_tool_calls=[], context_management=[[]],
 )  # fmt: skip
 
 
@@ -175,31 +177,24 @@ def read_json(data: bytes) -> Any:
         raise Refused(f"the body is not JSON: {str(error)[:200]}") from None
 
 
-def check_fields(
-    body: Any, known: dict[str, Kind], unsupported: dict[str, list[Any]], needed: str
-) -> dict[str, Any]:
+def fields_of(kind: str, body: Any) -> dict[str, Any]:
     """Returns the fields that are set. Refused if one is not understood."""
     if not is_object(body):
         raise Refused("the body is not a JSON object")
-    given = {key: x for key, x in body.items() if x is not None}
+    known, given = FIELDS[kind], {key: x for key, x in body.items() if x is not None}
     for name, value in given.items():
         if name in known and not known[name].holds(value):
             raise Refused(f"{name} must be {known[name].name}", name)
-        if name not in known and name not in unsupported:
+        if name not in known and name not in UNSUPPORTED:
             raise Refused(f"there is no field {name[:80]!r}", name[:80], code="unknown_parameter")
-        if name not in known and value not in unsupported[name]:
+        if name not in known and value not in UNSUPPORTED[name]:
             raise Refused(f"{name} is not supported", name, code="unsupported_parameter")
-    if needed not in given:
+    if (needed := dict(chat="messages", text="prompt", responses="input")[kind]) not in given:
         raise Refused(f"{needed} is missing", needed)
-    return given
-
-
-def fields_of(kind: str, body: Any) -> dict[str, Any]:
-    needed = "messages" if kind == "chat" else "prompt"
-    given = check_fields(body, FIELDS[kind], UNSUPPORTED, needed)
     given |= dict(top_k=0) if given.get("top_k") == -1 else {}
     unset = {"max_tokens", "max_completion_tokens", "seed"}  # if they are -1
-    return {name: x for name, x in given.items() if x != -1 or name not in unset}
+    given = {name: x for name, x in given.items() if x != -1 or name not in unset}
+    return {name: x for name, x in given.items() if name in known}
 
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:

@@ -10,55 +10,23 @@ import uuid
 from typing import Any
 
 from common.server.answers import Choice, add, calls_in, usage_of
-from common.server.fields import (
-    BOTH,
-    CHAT,
-    OBJECT,
-    TEXT,
-    Kind,
-    Refused,
-    all_of,
-    are_texts,
-    check_fields,
-    is_object,
-    is_text,
-)
+from common.server.fields import FIELDS, Refused, fields_of, is_object, is_text
 from common.server.protocol import Asked, Served, ask
 from common.serving.session import Event
 
-OTHER = {
-    *("messages", "max_tokens", "max_completion_tokens", "n", "logprobs", "top_logprobs"),
-    *("tools", "tool_choice", "response_format", "reasoning_effort", "stream_options"),
-}
-SAME = {name: kind for name, kind in (BOTH | CHAT).items() if name not in OTHER}
-ITEMS = Kind("a text or a list of items", lambda x: is_text(x) or all_of(is_object)(x))
-OBJECTS = Kind("a list of objects", lambda x: x == [] or all_of(is_object)(x))
-CHOICE = Kind("none, auto, required, or an object", lambda x: is_text(x) or is_object(x))
-INCLUDE = Kind("a list of texts", lambda x: x == [] or are_texts(x))
-RESPONSES = SAME | dict(
-    input=ITEMS, instructions=TEXT, tools=OBJECTS, tool_choice=CHOICE, reasoning=OBJECT,
-    text=OBJECT, max_output_tokens=BOTH["max_tokens"], include=INCLUDE, stream_options=OBJECT,
-)  # fmt: skip
-UNSUPPORTED: dict[str, list[Any]] = dict(
-    store=[False], background=[False], previous_response_id=[], conversation=[], prompt=[{}],
-    truncation=["disabled"], top_logprobs=[0], max_tool_calls=[], moderation=[{}],
-    context_management=[[]],
-)  # fmt: skip
-INCLUDED = {"reasoning.encrypted_content"}  # what comes anyway, as text
 TEXTS = {None, "text", "input_text", "output_text", "summary_text", "reasoning_text"}  # parts
-# Of each kind of item: what its id begins with, and what the events of its text are called.
-KINDS = dict(
-    reasoning=("rs", "reasoning_text"),
-    message=("msg", "output_text"),
-    function_call=("fc", "function_call_arguments"),
+# Of each kind of item: what its id begins with, what the events of its text are called, and what it
+# has at its beginning.
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = dict(
+    reasoning=("rs", "reasoning_text", dict(summary=[], content=[])),
+    message=("msg", "output_text", dict(role="assistant", content=[])),
+    function_call=("fc", "function_call_arguments", dict(arguments="")),
 )
 
 
 def as_chat(body: Any) -> dict[str, Any]:
     """The same request as one for chat completions. Refused if it has anything else."""
-    given = check_fields(body, RESPONSES, UNSUPPORTED, "input")
-    if wrong := {*given.get("include", [])} - INCLUDED:
-        raise Refused(f"include: {min(wrong)[:80]} is not supported", "include")
+    given = fields_of("responses", body)
     tools, choice = list[dict[str, Any]](), given.get("tool_choice", "auto")
     for tool in given.get("tools", []):
         if (kind := tool.get("type")) != "function":
@@ -72,7 +40,8 @@ def as_chat(body: Any) -> dict[str, Any]:
     form = given.get("text", {}).get("format") or dict(type="text")
     if is_object(form) and form.get("type") == "json_schema":
         form = dict(type="json_schema", json_schema={k: x for k, x in form.items() if k != "type"})
-    return {name: x for name, x in given.items() if name in SAME} | dict(
+    same = FIELDS["chat"].keys() & given.keys() - {"stream_options"}
+    return {name: given[name] for name in same} | dict(
         messages=messages_of(given),
         max_completion_tokens=given.get("max_output_tokens"),
         reasoning_effort=given.get("reasoning", {}).get("effort"),
@@ -146,7 +115,7 @@ class Reply:
         )  # fmt: skip
         self.tok, self.asked, self.sent = served.tok, asked, 0
         self.choices, self.items = [Choice(request, 0, asked.calls)], list[dict[str, Any]]()
-        self.kind: str | None = None  # of the newest item, if that has not ended
+        self.kind, self.text = "", ""  # of the newest item, if that has not ended
 
     def line(self, kind: str, **more: Any) -> str:
         event = dict(type=kind, sequence_number=self.sent, **more)
@@ -178,45 +147,40 @@ class Reply:
     def more(self, kind: str, text: str) -> str:
         """Adds text to the newest item, or to a new one if that is of another kind."""
         lines = self.begin(kind) if self.kind != kind else ""
-        if kind == "function_call":
-            self.items[-1]["arguments"] += text
-        else:
-            self.items[-1]["content"][0]["text"] += text
+        self.text += text
         return lines + self.of_item(f"{KINDS[kind][1]}.delta", delta=text)
 
     def begin(self, kind: str, **more: Any) -> str:
-        lines, (prefix, name), self.kind = self.end(), KINDS[kind], kind
-        part: dict[str, Any] = dict(type=name, text="")
-        part |= dict(annotations=[], logprobs=[]) if kind == "message" else {}
-        if kind == "function_call":
-            more["arguments"] = ""
-        else:
-            more |= dict(content=[]) | (dict(summary=[]) if kind == "reasoning" else {})
-        more |= dict(role="assistant") if kind == "message" else {}
-        item = dict(type=kind, id=f"{prefix}_{uuid.uuid4().hex}", status="in_progress", **more)
-        self.items.append(item)
-        at = len(self.items) - 1
-        lines += self.line("response.output_item.added", output_index=at, item=item)
-        if kind == "function_call":
-            return lines
-        item["content"] = [part]
-        return lines + self.of_item("content_part.added", part=part)
+        lines, (prefix, _, fresh) = self.end(), KINDS[kind]
+        number = f"{prefix}_{uuid.uuid4().hex}"
+        self.items.append(dict(type=kind, id=number, status="in_progress", **fresh, **more))
+        self.kind, self.text = kind, ""
+        lines += self.line("response.output_item.added", **self.newest())
+        is_call = kind == "function_call"
+        return lines if is_call else lines + self.of_item("content_part.added", part=self.part())
+
+    def newest(self) -> dict[str, Any]:
+        return dict(output_index=len(self.items) - 1, item=self.items[-1])
+
+    def part(self) -> dict[str, Any]:
+        more: dict[str, Any] = dict(annotations=[], logprobs=[]) if self.kind == "message" else {}
+        return dict(type=KINDS[self.kind][1], text=self.text, **more)
 
     def end(self) -> str:
         """Ends the newest item."""
-        if self.kind is None:
+        if not self.kind:
             return ""
-        item, name, at = self.items[-1], KINDS[self.kind][1], len(self.items) - 1
+        item, done = self.items[-1], f"{KINDS[self.kind][1]}.done"
         item["status"] = "incomplete" if self.choices[0].finish == "length" else "completed"
         if self.kind == "function_call":
-            told = {name: item[name] for name in ("arguments", "name")}
-            lines = self.of_item(f"{name}.done", **told)
+            item["arguments"] = self.text
+            lines = self.of_item(done, arguments=self.text, name=item["name"])
         else:
-            (part,) = item["content"]
-            lines = self.of_item(f"{name}.done", text=part["text"])
-            lines += self.of_item("content_part.done", part=part)
-        self.kind = None
-        return lines + self.line("response.output_item.done", output_index=at, item=item)
+            item["content"] = [self.part()]
+            lines = self.of_item(done, text=self.text)
+            lines += self.of_item("content_part.done", part=self.part())
+        self.kind = ""
+        return lines + self.line("response.output_item.done", **self.newest())
 
     def last(self) -> str:
         response = self.whole()
