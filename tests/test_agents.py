@@ -159,6 +159,9 @@ def test_penalties_and_biases_reach_the_engine(client):
     (request,) = ask(served(), "chat", body).requests
     assert {name: getattr(request, name) for name in penalties} == penalties
     assert [*request.logit_bias] == [(77, 1)] and request.keep_special
+    for more, keeps in ((dict(), False), (dict(tools=TOOLS), True)):  # marks may be such tokens
+        (request,) = ask(served(), "chat", dict(messages=USER, **more)).requests
+        assert request.keep_special == keeps
 
 
 BAD = [
