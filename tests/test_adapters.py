@@ -128,6 +128,8 @@ MISFITS = {  # what is said; the adapter, the base model, and what was edited
     "does not fit rank 3": other("down", "qwen3", "moe"),
     "does not fit rank 6": names(r=6),
     "lora_alpha='7' of model.layers.": names(lora_alpha="7"),
+    "rank_pattern has a bad pattern: unterminated": names(rank_pattern={"v_proj": 2, "[q": 3}),
+    "alpha_pattern has a bad pattern: the repet": names(alpha_pattern={f"q{{{2**64}}}": 3}),
     "needs matrices lora_A, lora_B alone": names(lambda x: x.pop(Q_B)),
     "lora_A.weight [3, 54] does not fit": names(lambda x: x.update({Q_B: x[Q_B][:9].copy()})),
     "0.x.weight fits no float": names(lambda x: x.update({f"{LAYER}x.weight": x[Q_A]})),
@@ -176,6 +178,10 @@ def test_an_adapter_is_no_model_and_beside_a_model_it_is_noted(tmp_path, monkeyp
     refused(ValueError, f"{adapter} is an adapter: give it as --adapter", load, model, str(adapter))
     directory = edited(tmp_path, "names", base_model_name_or_path=None)
     refused(ValueError, "names no base model", load, model, adapter=str(directory))
+    gone = SETTINGS["names"] | dict(base_model_name_or_path="gone/llama/8b")
+    (directory / ADAPTER).write_text(json.dumps(gone))
+    told = f"the base model that {directory / ADAPTER} names: 'gone/llama/8b' is neither"
+    refused(ValueError, told, load, model, adapter=str(directory))
     shutil.copytree(ROOT / "llama3" / "embedded", directory, dirs_exist_ok=True)
     monkeypatch.setattr(cli, "plan_prompts", lambda *_: sys.exit(2))
     for options, notes in (([], 1), (["--adapter", str(adapter)], 0)):

@@ -3,9 +3,7 @@ files and random conversations, and what a checkpoint says that once changed no 
 
 import json
 import random
-import re
 import shutil
-from pathlib import Path
 
 import pytest
 import transformers
@@ -25,6 +23,7 @@ from common.loading.generation import read_generation
 from common.text import chat
 from common.text.tokenizer import decode, encode, load_tokenizer
 
+GOLDEN = FIXTURES / "conversations.json"  # make_chat_golden.py makes it
 CORPUS = ["the cat sat on the mat <x>", "Hello world! I'm fine, naïve café", "if x:\n    return 1"]
 WORDS = ["<|a|>", "<|b|>", "<e>", "cat", "    ", "<|im_end|>", "[X]"]
 TEXTS = ["the cat<|a|> sat<e>on  <|b|> x", "    if x:\n    return <|im_end|>\n", "[X] world cat"]
@@ -161,17 +160,38 @@ CONTROLS = """
 PLAIN = ("<think>", "</think>", "<｜User｜>", "<｜Assistant｜>", "    ")  # added, but not special
 
 
+def write_files(directory, base, files):
+    """Copies the files of a tokenizer, or of one with the template of a family; then changes files.
+    A text is a new file, an object has new keys for one, and None removes one."""
+    if base in TEMPLATES:
+        write_family(directory, base)
+    elif base is not None:
+        shutil.copytree(FIXTURES / base, directory, dirs_exist_ok=True)
+    for name, content in files.items():
+        if content is None:
+            (directory / name).unlink()
+        elif isinstance(content, str):
+            (directory / name).write_text(content, encoding="utf-8")
+        else:
+            change(directory / name, **content)
+    return directory
+
+
+def write_family(directory, family):
+    """Writes the files of a tokenizer with the tokens of all families, and the template of one."""
+    shutil.copytree(FIXTURES / "llama3", directory, dirs_exist_ok=True)
+    first = max(load_tokenizer(directory).backend.get_vocab().values()) + 1
+    added = {word: first + i for i, word in enumerate([*CONTROLS, "    "])}
+    (directory / "added_tokens.json").write_text(json.dumps(added))
+    special = [word for word in CONTROLS if word not in PLAIN]
+    (directory / "chat_template.jinja").write_text(TEMPLATES[family])
+    change(directory / "tokenizer_config.json", extra_special_tokens=special, chat_template=None)
+    return directory
+
+
 @pytest.fixture(params=TEMPLATES)
 def directory(request, tmp_path):
-    """The files of a tokenizer with the tokens of all families, and the template of one."""
-    shutil.copytree(FIXTURES / "llama3", tmp_path, dirs_exist_ok=True)
-    first = max(load_tokenizer(tmp_path).backend.get_vocab().values()) + 1
-    added = {word: first + i for i, word in enumerate([*CONTROLS, "    "])}
-    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
-    special = [word for word in CONTROLS if word not in PLAIN]
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATES[request.param])
-    change(tmp_path / "tokenizer_config.json", extra_special_tokens=special, chat_template=None)
-    return tmp_path
+    return write_family(tmp_path, request.param)
 
 
 def change(file, **values):
@@ -214,6 +234,44 @@ def test_conversations_get_the_text_and_the_ids_of_transformers(directory):
     assert checked > 100
 
 
+# ---- golden files
+
+KINDS = (
+    "text that does not reach the model",
+    "tokens that only some files know",
+    "control tokens",
+    "templates elsewhere",
+    "the end of a turn",
+    *TEMPLATES,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversations_and_files_that_once_changed_a_text_give_what_transformers_gave(
+    kind, tmp_path
+):
+    cases = [case for case in json.loads(GOLDEN.read_text("utf-8")) if case["kind"] == kind]
+    assert cases
+    for i, case in enumerate(cases):
+        (directory := tmp_path / str(i)).mkdir()
+        write_files(directory, case["base"], case["files"])
+        asked, are_texts = case["asked"], isinstance(case["asked"][0], str)
+        if told := case.get("refused"):
+            read = lambda d: chat.encode_chat(load_tokenizer(d), asked)  # noqa: B023
+            refused(ValueError, told, load_tokenizer if are_texts else read, directory)
+            continue
+        tok = load_tokenizer(directory)
+        if are_texts:
+            ids = [encode(tok, text) for text in asked]
+            got = [[decode(tok, x, keep_special=True), x] for x in ids]
+        else:
+            text = chat.render_chat(tok, chat.for_template(tok, asked))
+            got = [[text, chat.encode_chat(tok, asked)]]
+        assert got == case["got"], i
+        if "end" in case:
+            assert chat.end_of_turn(tok) == {tok.backend.token_to_id(case["end"])}
+
+
 # ---- what a template reads
 
 
@@ -254,34 +312,12 @@ def test_a_template_that_leaves_a_message_out_is_refused(directory):
     refused(ValueError, message, chat.encode_chat, tok, [system, USER])
 
 
-# ---- where templates are, and where a turn ends
-
-
-@pytest.mark.parametrize("directory", ["qwen3"], indirect=True)
-def test_a_template_may_be_that_of_a_processor_and_without_a_default_none_is_taken(directory):
-    template = (directory / "chat_template.jinja").read_text()
-    (directory / "chat_template.jinja").unlink()
-    (directory / "chat_template.json").write_text(json.dumps(dict(chat_template=template)))
-    assert "Who is there?<|im_end|>" in told(directory, USER)
-    several = [dict(name="rag", template="x"), dict(name="tool_use", template="y")]
-    change(directory / "tokenizer_config.json", chat_template=several)
-    tok = load_tokenizer(directory)
-    assert tok.chat_template is None and "rag, tool_use" in tok.notes[0]
-
-
-ENDS = dict(llama3="<|eot_id|>", llama4="<|eot|>", qwen3="<|im_end|>", gpt_oss="<|return|>")
-ENDS |= dict(deepseek_r1="<｜end▁of▁sentence｜>", kimi_k2="<|im_end|>")
-
-
-def test_the_token_that_a_template_writes_after_a_reply_ends_one(directory):
-    tok = load_tokenizer(directory)
-    (end,) = (word for family, word in ENDS.items() if TEMPLATES[family] == tok.chat_template)
-    assert chat.end_of_turn(tok) == {tok.backend.token_to_id(end)}
+# ---- where a turn ends
 
 
 @pytest.mark.parametrize("directory", ["qwen3"], indirect=True)
 def test_after_anything_else_than_one_special_token_no_token_ends_a_turn(directory):
-    for after in ("", "\n", "    ", "<|im_end|>x", "<|im_end|><|im_end|>", "<|end|>"):
+    for after in ("", "\n", "    ", "<think>", "<|im_end|>x", "<|im_end|><|im_end|>", "<|end|>"):
         template = "{% for m in messages %}{{ m.content }}" + after + "{% endfor %}"
         assert chat.end_of_turn(load_tokenizer(with_template(directory, template))) == set()
 
@@ -300,35 +336,7 @@ def test_the_files_of_gpt2_may_have_added_tokens_and_a_space_before_texts(tmp_pa
     assert n in tok.stop_ids
 
 
-# ---- the table in docs/files.md
-
-
-def rows():
-    """The keys of each file in the table: those that change no text, and those that are refused."""
-    page = (Path(__file__).parent.parent / "docs" / "files.md").read_text()
-    for line in page.splitlines():
-        if line.startswith("| `"):
-            file, _, inert, told = (re.findall("`([^`]+)`", cell) for cell in line.split("|")[1:5])
-            yield file[0], inert, told
-
-
-TABLE = {file: (inert, told) for file, inert, told in rows()}
-
-
-def test_keys_that_change_no_text_change_none_and_the_others_are_refused_or_told(tmp_path):
-    shutil.copytree(FIXTURES / "llama3", tmp_path, dirs_exist_ok=True)
-    known = load_tokenizer(tmp_path)._replace(backend=None), read_generation(tmp_path)
-    inert, told = TABLE["tokenizer_config.json"]
-    change(tmp_path / "tokenizer_config.json", **dict.fromkeys(inert, True))
-    inert, applied = TABLE["generation_config.json"]
-    change(tmp_path / "generation_config.json", **dict.fromkeys(inert, 7))
-    assert (load_tokenizer(tmp_path)._replace(backend=None), read_generation(tmp_path)) == known
-    for key in applied:
-        change(tmp_path / "generation_config.json", **{key: 7})
-        assert any(f"{key}=7 is not applied" in note for note in read_generation(tmp_path)[1])
-    for key in told:
-        change(tmp_path / "tokenizer_config.json", **{key: True})
-        refused(ValueError, f"{key}=true is not implemented", load_tokenizer, tmp_path)
+# ---- generation_config.json
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jsonschema
+import numpy as np
 import pytest
-from engine import ENVIRONMENT
+from engine import ENVIRONMENT, FIXTURES, hf_config
 from safetensors.numpy import load_file, save_file
 
 from common.command import cli, memory
 from common.command.arguments import parser
 from common.command.converse import read_prompts
-from common.serving.load import load
+from common.serving.load import load, open_model
 from common.serving.session import start_session
 from common.sharding import make_mesh
 from llama3 import model
@@ -199,6 +201,54 @@ def test_a_conversation_keeps_its_cache_between_turns(run, instruct):
     reused = re.search(r"(\d+) prompt tokens already cached", done.stderr)
     assert int(reused[1]) > 8
     assert done.stdout.count("\n") >= 2
+
+
+RECOMMENDED = dict(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, num_beams=4)
+ADVICE = (
+    "[greedy; --sampling published takes the checkpoint's temperature 0.6, top_k 20, top_p 0.9]"
+)
+
+
+@pytest.mark.parametrize(
+    "options, settings",
+    [
+        ("", (0.0, 0, 1.0, 0.0)),
+        ("--sampling published", (0.6, 20, 0.9, 0.0)),
+        ("--sampling published --temperature 0.3 --min-p 0.1", (0.3, 20, 0.9, 0.1)),
+        ("--temperature 0", (0.0, 0, 1.0, 0.0)),
+        ("--top-k 5", (0.0, 5, 1.0, 0.0)),
+    ],
+)
+def test_greedy_is_the_default_and_one_note_names_what_is_recommended(
+    instruct, options, settings, monkeypatch, capsys
+):
+    (Path(instruct) / "generation_config.json").write_text(json.dumps(RECOMMENDED))
+    planned, plan = [], cli.plan_prompts
+    monkeypatch.setattr(cli, "plan_prompts", lambda *x: (planned.append(plan(*x)[0]), sys.exit(2)))
+    with pytest.raises(SystemExit):
+        cli.main(model, ["--ckpt", instruct, "--prompt", "x", *options.split()])
+    (request,) = planned[0].requests
+    assert (request.temperature, request.top_k, request.top_p, request.min_p) == settings
+    notes = ["[generation_config.json: num_beams=4 is not applied]", *[ADVICE] * (not options)]
+    assert capsys.readouterr().err.splitlines() == notes
+
+
+def test_a_file_in_float16_runs_in_float32_on_cpu_and_elsewhere_it_is_noted(tmp_path, monkeypatch):
+    tensors = load_file(FIXTURES / "llama3" / "tied" / "model.safetensors")
+    tensors = {name: x.astype(np.float16) for name, x in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = hf_config("llama3", "tied") | dict(torch_dtype="float16")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("common.serving.load.load_tokenizer", lambda directory: None)
+    mesh = make_mesh()
+    here = load(model, str(tmp_path), mesh=mesh)
+    assert {x.dtype for x in jax.tree.leaves(here.weights)} == {here.dtype} == {np.dtype("float32")}
+    np.testing.assert_array_equal(here.weights.norm, tensors["model.norm.weight"])
+    other = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]), shape=mesh.shape)
+    there = [open_model(model, str(tmp_path), mesh=other, dtype=x) for x in (None, "float32")]
+    note = "a file in float16 is computed in bfloat16; --dtype float32 is exact"
+    assert [(x.dtype.name, x.notes) for x in there] == [("bfloat16", (note,)), ("float32", ())]
+    assert here.notes == ()
 
 
 @pytest.mark.full

@@ -90,6 +90,34 @@ def test_rope_settings_that_transformers_cannot_read_are_refused(family, rope, n
     assert named in refused(family, changed(family, **rope))
 
 
+BOTH = dict(rope_theta=1e6, rope_scaling=YARN)
+
+
+@pytest.mark.parametrize(
+    "newer, beside",
+    [
+        (YARN | dict(factor=8.0), {}),
+        (YARN | dict(rope_theta=1e4), {}),
+        (YARN | dict(rope_theta=1e6), dict(rope_theta=ABSENT)),  # it would be 10,000
+        (dict(rope_type="default", rope_theta=1e6), {}),
+        (dict(rope_theta=1e6, partial_rotary_factor=0.5), {}),
+        ("yarn", {}),
+    ],
+)
+def test_rope_parameters_beside_rope_scaling_must_say_the_same(newer, beside):
+    same = changed("qwen3", **BOTH, rope_parameters=YARN | dict(rope_theta=1e6))
+    assert read("qwen3", same) == read("qwen3", changed("qwen3", **BOTH))
+    other = changed("qwen3", **BOTH | beside, rope_parameters=newer)
+    assert "rope_parameters differs from rope_scaling" in refused("qwen3", other)
+
+
+@pytest.mark.parametrize("older", [ABSENT, None, {}], ids=["absent", "null", "empty"])
+def test_rope_parameters_alone_are_read_with_their_theta(older):
+    newer = YARN | dict(rope_theta=1e6)
+    hf = changed("qwen3", rope_theta=ABSENT, rope_scaling=older, rope_parameters=newer)
+    assert read("qwen3", hf) == read("qwen3", changed("qwen3", **BOTH))
+
+
 def test_experts_per_token_only_repeats():
     """transformers reads only num_experts_per_tok, and assumes 4 if it is missing."""
     hf = changed("gpt_oss", experts_per_token=3)

@@ -29,16 +29,17 @@ from common.server.answers import Choice, scores_of_text, spelled
 from common.server.fields import FIELDS, UNSUPPORTED
 from common.server.http import Desk, Guard, body_of, names_of
 from common.server.protocol import ask, served_by
-from common.serving.load import load
+from common.serving.load import load, open_model
 from common.serving.serve import complete, serve
 from common.serving.session import Request, Score, start_session
+from common.sharding import make_mesh
 from common.text.chat import encode_chat
 from common.text.tokenizer import decode, encode, load_tokenizer
 from llama3 import model as llama3
 from tools.browser import browser, chromium
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-PROMPT = "ACT I.\n\n"
+PROMPT, USER = "ACT I.\n\n", [dict(role="user", content="a")]
 # What `code` of a server may do.
 PATCH = "from common.server import http\nreal = http.step"
 SLOW = f"""{PATCH}
@@ -179,6 +180,31 @@ def test_a_conversation_goes_through_the_template(server, chat_model):
     assert ask(messages=[typed]).usage.prompt_tokens == count > len("<|end_of_text|>") // 2
     parts = [dict(type="text", text="Who is "), dict(type="text", text="there?")]
     assert ask(messages=[dict(role="user", content=parts)]).choices[0].message.content == want
+
+
+@pytest.mark.parametrize(
+    "given, asked, settings",
+    [
+        ({}, {}, (1.0, 0, 1.0, 0.0)),
+        (dict(top_p=0.9), {}, (1.0, 0, 0.9, 0.0)),
+        (dict(temperature=0.6, top_k=20, min_p=0.1), {}, (0.6, 20, 1.0, 0.1)),
+        (dict(temperature=0.6, top_k=20), dict(temperature=None), (0.6, 20, 1.0, 0.0)),
+        (dict(temperature=0.6, top_k=20), dict(temperature=0, top_p=0.5), (0.0, 20, 0.5, 0.0)),
+        (dict(temperature=0.6, top_k=20), dict(top_k=0, min_p=0.2), (0.6, 0, 1.0, 0.2)),
+        (dict(temperature=0.6, do_sample=False), {}, (0.0, 0, 1.0, 0.0)),
+    ],
+    ids=str,
+)
+def test_what_a_request_does_not_say_is_what_the_checkpoint_recommends(
+    chat_model, given, asked, settings, tmp_path
+):
+    shutil.copytree(chat_model, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    model = open_model(llama3, str(tmp_path), mesh=make_mesh())
+    served = served_by(SimpleNamespace(model=model, capacity=64, logprobs=False), "model", 8)
+    for kind, what in ("text", dict(prompt="a")), ("chat", dict(messages=USER)):
+        (request,) = ask(served, kind, what | asked).requests
+        assert (request.temperature, request.top_k, request.top_p, request.min_p) == settings
 
 
 def test_seeds_and_n(server):

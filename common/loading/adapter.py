@@ -42,10 +42,15 @@ def open_adapter(
     for key, value in ({"peft_type": "none"} | settings).items():
         if value and value not in ACCEPTED.get(key, [value] if key in KNOWN else []):
             raise ValueError(f"{directory / ADAPTER}: {key}={show(value)} is not implemented")
-    if ckpt is None:
-        ckpt, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if ckpt is not None:
+        return directory, ckpt, revision
+    ckpt, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(ckpt, str):
         raise ValueError(f"{directory / ADAPTER} names no base model: give it as --ckpt")
+    try:
+        locate(ckpt, revision, ["config.json"])
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the base model that {directory / ADAPTER} names: {error}") from None
     return directory, ckpt, revision
 
 
@@ -110,7 +115,10 @@ def changed(module: str, settings: dict[str, Any], tensors: Tensors) -> tuple[st
 def number(settings: dict[str, Any], key: str, patterns: str, name: str) -> Any:
     """A setting for one matrix: that of the first pattern that fits its name, or else of all."""
     given = dict(settings.get(patterns) or {}).items()
-    fits = (x for p, x in given if re.match(rf"(.*\.)?({p})$", name))
+    try:
+        fits = iter([x for p, x in given if re.match(rf"(.*\.)?({p})$", name)])
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{ADAPTER}: {patterns} has a bad pattern: {error}") from None
     if not isinstance(value := next(fits, settings.get(key)), int | float) or value <= 0:
         raise ValueError(f"{ADAPTER}: {key}={show(value)} of {name}")
     return value
