@@ -1,6 +1,7 @@
 """Calls of functions in every format: templates write them as transformers does, the reader reads
 them however they are cut, and what the grammars allow is what it reads."""
 
+import itertools
 import json
 import random
 import re
@@ -19,8 +20,8 @@ from test_tokenizer import FIXTURES
 
 from common.text import chat
 from common.text.grammar import grammar_of
-from common.text.tokenizer import decode, load_tokenizer
-from common.text.tools import finish, format_of, push, start_calls
+from common.text.tokenizer import decode, encode, load_tokenizer
+from common.text.tools import FORMATS, finish, format_of, push, start_calls
 
 
 def marked(text):
@@ -254,8 +255,9 @@ REPLIES = dict(
          "</tool_call>", "Hi", [F, W]),
         (f"{XML}\n</tool_call>", "", [F]),
         ("<function=f>\n<parameter=s>\n7\n\n</function>\n</parameter>\n<parameter=o>\nnull\n"
-         "</parameter>\n<parameter=l>\n[True]\n</parameter></function>", "",
-         [("f", '{"s": "7\\n\\n</function>", "o": null, "l": [true]}')]),
+         "</parameter>\n<parameter=e>\n12\n</parameter>\n<parameter=l>\n[True]\n</parameter>"
+         "</function>", "",
+         [("f", '{"s": "7\\n\\n</function>", "o": null, "e": "12", "l": [true]}')]),
         ("<tool_call>\n<function=f>\n<parameter=n>1</function>\n</tool_call> a", None, []),
         (f"<tool_call>{XML.replace('=f', '=g')}</tool_call>", None, []),
     ],
@@ -337,11 +339,25 @@ def test_text_comes_at_once_then_the_name_then_the_arguments():
     ]  # fmt: skip
 
 
+def test_what_can_be_no_call_is_given_out_before_the_end():
+    broken = '<tool_call>{"name": "f", "arguments": [</tool_call>'
+    for format, text, given in (
+        ("hermes", broken, broken), ("hermes", '<tool_call>{"name": "g"', ""),
+        ("llama_json", '{"n', ""), ("llama_json", '{"n": 4', '{"n": 4'),
+        ("pythonic", "[f", ""), ("pythonic", "[f,", "[f,"), ("kimi", "a <", "a"),
+    ):  # fmt: skip
+        assert "".join(x.text for x in push(start_calls(format, TOOLS), text)[1]) == given
+
+
 def test_in_harmony_the_channel_says_what_is_called():
     assert read("harmony", ['{"n"', ": 1}"], "functions.f") == ("", [F])
     for channel, text in (("functions.g", "{}"), ("functions.f", "no")):
         got, made = read("harmony", [text], channel)
         assert got.endswith(f"<|message|>{text}") and not made
+    calls, (first,) = push(start_calls("harmony", TOOLS), "Hi ")
+    calls, (space, name, start) = push(calls, '{"n', "functions.f")
+    assert (first.text, space.text, name.name, start.text) == ("Hi", " ", "f", '{"n')
+    assert push(calls, "So")[1][0].text == "So"
 
 
 def test_unknown_formats_and_tools_are_refused():
@@ -353,6 +369,12 @@ def test_unknown_formats_and_tools_are_refused():
 
 
 # ---- grammars
+
+
+def grammar_tokenizer(with_marks):
+    special = [mark for mark in MARKS if mark not in PLAIN and with_marks]
+    added = [*PLAIN, "<think>"] if with_marks else []
+    return bytes_tokenizer(["<eos>", *special], added, None, "<eos>")
 
 
 def noise(tok, machine, grammar, r):
@@ -378,9 +400,7 @@ def noise(tok, machine, grammar, r):
 def test_what_a_grammar_allows_is_read_and_fits_the_schema(format, with_marks, required):
     if format == "harmony" and not with_marks:
         return
-    special = [mark for mark in MARKS if mark not in PLAIN and with_marks]
-    added = [*PLAIN, "<think>"] if with_marks else []
-    tok, r = bytes_tokenizer(["<eos>", *special], added, None, "<eos>"), random.Random(0)
+    tok, r = grammar_tokenizer(with_marks), random.Random(0)
     machine = llguidance.LLTokenizer(tok.backend.to_str(), eos_token=256)
     grammar, count = grammar_of(tok, format, TOOLS, required), 0
     for text in filter(None, (noise(tok, machine, grammar, r) for _ in range(12))):
@@ -394,3 +414,27 @@ def test_what_a_grammar_allows_is_read_and_fits_the_schema(format, with_marks, r
             elif required:
                 assert args == "{}"
     assert count > 2 or not required
+
+
+@pytest.mark.parametrize("with_marks", [True, False])
+def test_a_grammar_takes_calls_as_they_are_published_and_of_no_other_function(format, with_marks):
+    if format == "harmony" and not with_marks:
+        return
+    form, tok = FORMATS[format], grammar_tokenizer(with_marks)
+    machine = llguidance.LLTokenizer(tok.backend.to_str(), eos_token=256)
+    parameters = "".join(
+        f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in (("n", 1), ("l", "[]"))
+    )
+    args = dict(json='{"n": 1, "l": []}', python="n=1, l=[]", xml=parameters)[form.args]
+    one = form.call.replace("NAME", "f").replace("ARGS", args).replace("INDEX", "12")
+    each = one if form.around else form.begin + one + form.end
+    for required, count in itertools.product((True, False), (1, 1 if format == "harmony" else 3)):
+        text = form.between.join([each] * count)
+        text = form.begin + text + form.end if form.around else text
+        hi = "" if required or format == "harmony" or not form.begin.startswith("<") else "Hi "
+        for wrong in (False, True):
+            said = hi + (text if not wrong else re.sub(r"\bf\b", "no", text))
+            matcher = llguidance.LLMatcher(machine, grammar_of(tok, format, TOOLS, required))
+            ids = encode(tok, said)
+            taken = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+            assert taken != wrong, said

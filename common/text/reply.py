@@ -51,7 +51,7 @@ def speaks_harmony(tok: Tokenizer) -> bool:
 def follow(tok: Tokenizer, state: ParserState, token_id: int) -> tuple[ParserState, str | None]:
     """Returns the state after one more token, and the token's channel, or None if it is markup."""
     token = tok.backend.id_to_token(token_id) if token_id in tok.special_ids else None
-    if token in (START, END, CALL):
+    if token in (START, END):
         return ParserState(), None
     if token == MESSAGE:
         return ParserState(MESSAGE, channel=channel_of(tok, state.header)), None
