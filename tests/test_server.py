@@ -465,7 +465,6 @@ def test_the_page_is_for_keyboards_telephones_and_dark_rooms(server, page):
 
 
 PATHS = dict(chat="/v1/chat/completions", text="/v1/completions", responses="/v1/responses")
-USER = [dict(role="user", content="a")]
 GIVEN = dict(chat=dict(messages=USER), text=dict(prompt=PROMPT), responses=dict(input="a"))
 LONG = "x" * 10_000_000
 BAD = [
