@@ -25,16 +25,10 @@ import pytest
 from engine import ENVIRONMENT, ROOT
 
 from common.command import cli
-from common.server.http import Desk, Guard, names_of
-from common.server.protocol import (
-    FIELDS,
-    UNSUPPORTED,
-    Choice,
-    ask,
-    scores_of_text,
-    served_by,
-    spelled,
-)
+from common.server.answers import Choice, scores_of_text, spelled
+from common.server.fields import FIELDS, UNSUPPORTED
+from common.server.http import Desk, Guard, body_of, names_of
+from common.server.protocol import ask, served_by
 from common.serving.load import load, open_model
 from common.serving.serve import complete, serve
 from common.serving.session import Request, Score, start_session
@@ -141,8 +135,9 @@ def model():
 def test_a_text_is_that_of_the_engine_streamed_or_whole(server):
     (want,) = complete(model(), [PROMPT], 40)
     client = server.client()
-    name = client.models.list().data[0].id
-    ask = functools.partial(client.completions.create, model=name, max_tokens=40, temperature=0)
+    told = client.models.list().data[0]
+    assert told.max_model_len == 512
+    ask = functools.partial(client.completions.create, model=told.id, max_tokens=40, temperature=0)
     assert ask(prompt=PROMPT).choices[0].text == want
     ids = encode(model().tokenizer, PROMPT)
     assert [c.text for c in ask(prompt=[ids, ids]).choices] == [want, want]
@@ -264,6 +259,16 @@ def test_an_offset_is_that_of_a_token_in_the_text():
             assert text[offset:].startswith(name)
             shown += len(name)
     assert shown >= 2
+
+
+def test_what_was_cached_is_found_with_the_same_salt_only():
+    """A second user does not learn what a first one asked."""
+    session = start_session(model(), 4, 512, reuse_multiple=64, keep=8)
+    prompt, cached = [1 + i % 90 for i in range(200)], []
+    for salt in ("", "a", "", "a", "b"):
+        *_, last = serve(session, [Request(prompt, 2, cache_salt=salt)])
+        cached.append(last.counts.cached)
+    assert cached == [0, 0, 192, 192, 0]
 
 
 @pytest.mark.full
@@ -459,6 +464,8 @@ def test_the_page_is_for_keyboards_telephones_and_dark_rooms(server, page):
 # ---- what is refused
 
 
+PATHS = dict(chat="/v1/chat/completions", text="/v1/completions", responses="/v1/responses")
+GIVEN = dict(chat=dict(messages=USER), text=dict(prompt=PROMPT), responses=dict(input="a"))
 LONG = "x" * 10_000_000
 BAD = [
     (dict(prompt="a", temperature="hot"), "temperature must be a number from 0 to 2"),
@@ -483,14 +490,14 @@ BAD = [
     (dict(prompt=[]), "prompt must be a text, a list of texts, a list of ids, or a list of lists"),
     (dict(prompt=[10**9]), "the prompt has an id that is not in"),
     (dict(prompt=[-1]), "the prompt has an id that is not in"),
-    (dict(prompt="word " * 3000), "the cache's 512"),
-    (dict(prompt=LONG), "the prompt has more tokens than the cache's 512"),
+    (dict(prompt="word " * 3000), "but this model's maximum context length is 512 tokens"),
+    (dict(prompt=LONG), "has 10000000 characters, but this model's maximum context length is 512"),
     (dict(max_tokens=1), "prompt is missing"),
     ([1], "the body is not a JSON object"),
     (b"{", "the body is not JSON"),
     (b'{"prompt": "a", "temperature": NaN}', "NaN is not a number of JSON"),
     (b'{"prompt": "a", "temperature": 1e999}', "temperature must be a number from 0 to 2"),
-    (b'{"prompt": "\\ud800"}', "the body is not JSON"),
+    (b'{"prompt": "\\ud83d"}', "a text has \\ud83d without the character's other half"),
     (b"[" * 100_000, "the body is not JSON"),
     (b"\xff", "the body is not JSON"),
 ]
@@ -500,7 +507,8 @@ BAD = [
 def test_a_wrong_request_gets_one_sentence(server, body, told):
     status, _, answer = server.call("POST", "/v1/completions", body)
     error = json.loads(answer)["error"]
-    assert status == error["code"] == 400
+    assert status == 400 and isinstance(error["code"], str)
+    assert (error["code"] == "context_length_exceeded") == ("context length" in told)
     assert told in error["message"] and error["type"] == "invalid_request_error"
 
 
@@ -508,11 +516,12 @@ def test_a_wrong_request_gets_one_sentence(server, body, told):
     "messages, told",
     [
         ([dict(role="user", content=[dict(type="image_url", image_url={})])], "must be text"),
-        ([dict(role="tool", content="4")], "a role must be"),
-        ([dict(role="assistant", content="", tool_calls=[{}])], "tool_calls is not supported"),
+        ([dict(role="function", content="4")], "a role must be"),
+        ([dict(role="user", content="", tool_calls=[{}])], "tool_calls is not supported"),
+        ([dict(role="assistant", tool_calls=[{}])], "a tool call must have an id and a function"),
         ([dict(role="user")], "must be text"),
         ([], "messages must be a list of messages"),
-        ([dict(role="user", content="")] * 5000, "more messages than the cache's 512 tokens"),
+        ([dict(role="user", content="")] * 5000, "has 5000 messages, but this model's maximum"),
     ],
     ids=lambda x: str(x)[:60].encode("ascii", "replace").decode(),
 )
@@ -521,16 +530,40 @@ def test_a_wrong_message_gets_one_sentence(server, messages, told):
     assert status == 400 and told in answer["error"]["message"]
 
 
-@pytest.mark.parametrize("kind", FIELDS)
-@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize(
+    "kind, name", [(k, n) for k in FIELDS for n in {*UNSUPPORTED} - {*FIELDS[k]}]
+)
 def test_what_is_not_supported_is_refused_by_name_unless_it_asks_for_nothing(server, kind, name):
-    path, given = "/v1/chat/completions", dict(messages=[dict(role="user", content="a")])
-    if kind == "text":
-        path, given = "/v1/completions", dict(prompt=PROMPT)
-    status, answer = server.post(path, **given, max_tokens=1, **{name: ["x"]})
+    path, most = PATHS[kind], "max_output_tokens" if kind == "responses" else "max_tokens"
+    given = GIVEN[kind] | {most: 1}
+    status, answer = server.post(path, **given, **{name: ["x"]})
     assert status == 400 and answer["error"]["message"] == f"{name} is not supported"
     assert answer["error"]["param"] == name
-    assert server.post(path, **given, max_tokens=1, **{name: UNSUPPORTED[name]})[0] == 200
+    for value in [None, *UNSUPPORTED[name]]:
+        assert server.post(path, **given, **{name: value})[0] == 200
+
+
+def test_values_that_change_nothing_are_accepted(server):
+    """Also in the messages of a client that sends the model's own back."""
+    nothing = dict(top_k=-1, seed=-1, metadata=dict(a="b"), service_tier="default")
+    more = dict(prompt_cache_retention="24h", prompt_cache_options=dict(mode="implicit"))
+    own = dict(role="assistant", content="Hm.", type="message", provider_specific_fields={})
+    messages = [dict(role="user", content="a", type="text"), own, dict(role="user", content="b")]
+    path = "/v1/chat/completions"
+    plain = [dict(role=m["role"], content=m["content"]) for m in messages]
+    ask = functools.partial(server.post, path, max_completion_tokens=5)
+    status, answer = ask(messages=messages, **nothing, **more)
+    want = ask(messages=plain)[1]
+    assert status == 200 and answer["usage"]["prompt_tokens"] == want["usage"]["prompt_tokens"]
+    assert answer["choices"] == want["choices"]
+    seeded = [server.post(prompt="a", seed=-1, temperature=1, max_tokens=-1) for _ in range(2)]
+    assert len({answer["choices"][0]["text"] for _, answer in seeded}) == 2  # -1 is not a seed
+
+
+def test_a_stop_text_that_is_a_special_token_is_a_stop_id():
+    served = served_by(start_session(model(), 4, 512), "model", 9)
+    (request,) = ask(served, "text", dict(prompt="a", stop=["<|begin_of_text|>", "x"])).requests
+    assert {*request.stop_ids} == model().tokenizer.stop_ids | {model().tokenizer.bos_id}
 
 
 def test_the_page_says_what_is_understood():
@@ -538,7 +571,8 @@ def test_the_page_says_what_is_understood():
     said = {what: set(re.findall("`(.*?)`", names)) for names, what in rows}
     assert said["on both paths"] | said["for conversations"] == FIELDS["chat"].keys()
     assert said["on both paths"] | said["for texts"] == FIELDS["text"].keys()
-    assert said["not supported"] == UNSUPPORTED.keys()
+    assert said["not supported"] == UNSUPPORTED.keys() - FIELDS["chat"].keys()
+    assert said["for responses"] == FIELDS["responses"].keys() - FIELDS["chat"].keys()
 
 
 def test_unknown_models_paths_and_methods_get_the_error_object(server):
@@ -547,7 +581,7 @@ def test_unknown_models_paths_and_methods_get_the_error_object(server):
     wrong = ("GET", "/v2", 404), ("GET", "/v1/models/gpt-4o", 404), ("GET", "/v1/completions", 405)
     for method, path, status in wrong:
         got, headers, answer = server.call(method, path)
-        assert got == json.loads(answer)["error"]["code"] == status
+        assert got == status and isinstance(json.loads(answer)["error"]["code"], str)
         assert status != 405 or headers["allow"] == "POST"
 
 
@@ -555,17 +589,23 @@ def test_random_requests_never_break_it(server, request):
     rng = random.Random(11)
     values = [None, True, -1, 0, 1, 3, 0.5, 1e308, 2**70, "", "a", "\u0000", [], [1], ["a"], {}]
     values += [[[2]], {"a": None}, [{}], [dict(role="user", content="hi")], "é" * 50]
+    tool = dict(type="function", function=dict(name="f", parameters={}), name="g")
+    values += [[tool], "required", dict(type="json_object"), dict(regex="[a-c]+"), {"7": -100}]
+    values += [dict(choice=["a", ""]), dict(json={}), dict(effort="none"), dict(format=tool)]
+    values += [[dict(type="function_call", name="f", arguments="{}", call_id="x")]]
     for _ in range(2000 if request.config.getoption("--all") else 100):
         kind = rng.choice([*FIELDS])
-        path = "/v1/completions" if kind == "text" else "/v1/chat/completions"
+        path = PATHS[kind]
         names = rng.sample([*FIELDS[kind], *UNSUPPORTED, "x"], rng.randrange(5))
-        body = {name: rng.choice(values) for name in names} | {"max_tokens": rng.choice([1, 2, 0])}
-        body |= dict(prompt="a") if rng.random() < 0.5 else {}
+        most = "max_output_tokens" if kind == "responses" else "max_tokens"
+        body = {name: rng.choice(values) for name in names} | {most: rng.choice([1, 2, 0])}
+        body |= GIVEN[kind] if rng.random() < 0.8 else {}
         data = json.dumps(body).encode()
         if rng.random() < 0.2:
             data = data[: rng.randrange(len(data))] + bytes([rng.randrange(256)])
         status, _, answer = server.call("POST", path, data)
         assert status in (200, 400, 404), (body, answer)
+        assert "the server has made a mistake" not in answer, body
     assert within(10, server.is_idle)
 
 
@@ -592,10 +632,16 @@ def test_who_has_no_key_is_refused(chat_model):
             status, _, answer = server.call("GET", "/v1/models", **given)
             assert status == 401 and "API key" in json.loads(answer)["error"]["message"]
         assert server.client(key="secret").models.list().data
+        for given in ("bearer secret", "BEARER  secret"):
+            assert server.call("GET", "/v1/models", Authorization=given)[0] == 200
+        assert server.call("GET", "/v1/models", Authorization="Basic secret")[0] == 401
         asked = dict(Access_Control_Request_Method="POST", Origin=origin)
         asked |= dict(Access_Control_Request_Headers="authorization,content-type")
         status, headers, _ = server.call("OPTIONS", "/v1/chat/completions", **asked)
         assert status == 200 and headers["access-control-allow-origin"] == origin
+        private = dict(asked, Access_Control_Request_Private_Network="true")
+        status, headers, _ = server.call("OPTIONS", "/v1/chat/completions", **private)
+        assert status == 200 and headers["access-control-allow-private-network"] == "true"
         asked["Origin"] = "http://evil.example"
         assert server.call("OPTIONS", "/v1/chat/completions", **asked)[0] == 400
         assert server.call("GET", "/")[0] == 200
@@ -626,6 +672,43 @@ def test_too_many_requests_and_too_large_ones_are_refused(chat_model):
             assert (status, headers["Retry-After"]) == (429, "1") and "too many" in answer
             assert [x.result()[0] for x in asked] == [200, 200]
         assert server.call("POST", "/v1/completions", b" " * 1001)[0] == 413
+
+
+def test_a_large_body_is_parsed_while_others_are_served():
+    ticks = []
+
+    async def stream():
+        yield b'{"prompt": [' + b"1, {}, " * 500_000 + b"1]}"
+
+    async def tick():
+        while True:
+            ticks.append(time.perf_counter())
+            await asyncio.sleep(0)
+
+    async def read():
+        ticking = asyncio.create_task(tick())
+        body = await body_of(SimpleNamespace(stream=stream))
+        ticking.cancel()
+        return body
+
+    assert len(asyncio.run(read())["prompt"]) == 1_000_001
+    assert len(ticks) > 10
+
+
+def test_a_stream_is_alive_from_the_start_and_its_programs_are_compiled(chat_model):
+    options = "--ckpt", str(chat_model), "--allow-host", "own.example"
+    code = f"{SLOW.replace('0.02', '0.3')}\nhttp.QUIET = 0.1"
+    with running(*options, code=code) as server:
+        compiled = server.metric("compile_s_total")
+        body = json.dumps(dict(prompt=PROMPT, stream=True, max_tokens=3)).encode()
+        status, headers, answer = server.call("POST", "/v1/completions", body, Host="own.example")
+        assert status == 200
+        assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
+        lines = answer.split("\n\n")
+        assert lines[0].startswith(":") and sum(line.startswith("data: ") for line in lines) == 4
+        assert 0 < compiled == server.metric("compile_s_total")
+        assert server.metric("prefill_tokens_total") < 10  # its own tokens do not count
+        assert server.call("GET", "/health", Host="evil.example")[0] == 403
 
 
 SMALL_BUFFERS = f"""{PATCH}
@@ -682,7 +765,7 @@ def test_what_the_event_loop_cannot_do_is_one_line_a_minute(capsys):
 
 def test_a_host_may_have_the_name_that_was_given():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert "my-host" in names_of(listener, "My-Host:8000")
+        assert {"my-host", "own.example"} <= names_of(listener, "My-Host:8000", ["Own.example"])
 
 
 @pytest.mark.one_in(2)
@@ -723,7 +806,7 @@ def test_a_reply_whose_logits_are_no_numbers_ends_alone(chat_model):
     code = f"""{PATCH}
 from common.sampling import INVALID
 spoil = lambda event: event._replace(token=INVALID, finish="invalid")
-http.step = lambda session: [e if e.request else spoil(e) for e in real(session)]"""
+http.step = lambda session: [spoil(e) if e.request == 3 else e for e in real(session)]"""
     with running("--ckpt", str(chat_model), code=code) as server:
         status, answer = server.post(prompt=PROMPT, max_tokens=5)
         assert status == 500 and "NaN or infinite" in answer["error"]["message"]
@@ -731,10 +814,10 @@ http.step = lambda session: [e if e.request else spoil(e) for e in real(session)
 
 
 def test_a_mistake_of_the_server_is_told_without_what_a_client_has_sent(chat_model):
-    code = f"""{PATCH}
+    code = """from common.server import answers
 def fail(*args):
     raise KeyError("A secret")
-http.tell = fail"""
+answers.tell = fail"""
     with running("--ckpt", str(chat_model), code=code) as server:
         for stream in (False, True):
             body = dict(prompt="A secret", max_tokens=3, stream=stream)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from common.loading.generation import SETTINGS
 from common.serving.session import DRAFT_TOKENS
+from common.text.tools import FORMATS
 
 EXAMPLES = """
 examples:
@@ -23,7 +24,7 @@ examples:
 MOST_DRAFTS = 32  # a step samples each of them by code of its own, which takes long to compile
 # An option of ONLY_WITH needs the option that leads its row; one of NOT_WITH does not go with it.
 ONLY_WITH = dict(
-    serve=("api_key", "queue", "grace", "allow_origin"),
+    serve=("api_key", "queue", "grace", "allow_origin", "allow_host", "tool_format"),
     dry_run=("layers", "prompt_tokens"),
     ckpt=("revision",),
     draft=("draft_tokens",),
@@ -134,7 +135,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--chat", **flag, help="hold a conversation: each line of standard input is a turn")
     add("--system", metavar="S", help="system message for the chat template")
     add("--raw", **flag, help="give the model the prompt without any chat template")
-    add("--show-analysis", **flag, help="also show what GPT-OSS writes before its answer")
+    add("--show-analysis", **flag, help="also show what the model thinks before its answer")
     told = "end the reply before this text; may be given several times"
     add("--stop", **several, metavar="S", help=told)
 
@@ -170,6 +171,10 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--grace", type=number(float, 0), default=30.0, metavar="S", help=told)
     told = "let web pages of this origin call the server; may be given several times"
     add("--allow-origin", **several, metavar="ORIGIN", help=told)
+    told = "a further name of this machine, such as a proxy gives it; may be given several times"
+    add("--allow-host", **several, metavar="NAME", help=told)
+    told = "how the model writes calls of tools (default: seen from its chat template)"
+    add("--tool-format", choices=[*FORMATS], help=told)
 
     add = ap.add_argument_group("dry run (needs no weights and no accelerator)").add_argument
     told = "compile for other devices without running: print whether the model fits, and what a "

@@ -46,7 +46,7 @@ from common.serving.session import (
     start_session,
 )
 from common.sharding import DATA, axes_of, make_mesh, parse_mesh, round_up
-from common.text.harmony import speaks_harmony
+from common.text.reply import has_channels
 
 
 def open_from(module: ModuleType, args: argparse.Namespace, prompts: int) -> Model:
@@ -268,7 +268,7 @@ def run(
     for note in (*model.notes, *recommended(model, args)):
         sys.stderr.write(f"[{note}]\n")
     tok = None if args.raw else model.tokenizer
-    if args.show_analysis and not (tok and tok.chat_template and speaks_harmony(tok)):
+    if args.show_analysis and not (tok and tok.chat_template and has_channels(tok)):
         raise ValueError("--show-analysis: no channels in this model's answers, or --raw was given")
     job, sizes = plan_prompts(model, args, prompts) if prompts else plan_later(model, args)
     cache = cache_dtype(model.dtype, model.on_cpu, args.kv_quant)

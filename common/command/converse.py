@@ -19,7 +19,7 @@ from common.serving.rules import check_grammar, json_grammar
 from common.serving.serve import serve
 from common.serving.session import Event, Request, Session
 from common.text.chat import encode_chat, end_of_turn
-from common.text.harmony import ANALYSIS, FINAL
+from common.text.reply import ANALYSIS, FINAL
 from common.text.tokenizer import Tokenizer, encode
 
 

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import json
 import math
 import os
 import queue
@@ -18,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,24 +38,19 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
-from common.server.protocol import (
-    Asked,
-    Choice,
-    Refused,
-    add,
-    ask,
-    read_json,
-    served_by,
-    tell,
-    usage_of,
-)
-from common.serving.serve import cancel, is_busy, step, submit
-from common.serving.session import Event, Request, Session
+from common.server.answers import Completion
+from common.server.fields import Refused, read_json
+from common.server.protocol import Asked, Served, ask, served_by
+from common.server.responses import Reply, ask_response
+from common.serving.serve import cancel, is_busy, serve, step, submit
+from common.serving.session import PROBE, PROMPT_CHUNK, Event, Request, Session, Stats
 
 BODY = 16 << 20  # bytes of a request
 BACKLOG = 4096  # events that a client may leave unread
 STALLED = 60.0  # seconds in which a client must take some of a reply that has ended
 WAITING = 128  # connections that may wait to be accepted
+QUIET = 5.0  # seconds; a stream that has nothing to send sends a comment as often
+IDLE = 75  # seconds that a connection stays open; proxies close theirs after 60
 
 
 class Answer:
@@ -65,12 +58,12 @@ class Answer:
 
     def __init__(self, requests: Sequence[Request]):
         self.requests, self.task = requests, asyncio.current_task()
-        self.events = asyncio.Queue[tuple[int, Event] | Exception]()
+        self.events = asyncio.Queue[tuple[int, Event] | Exception | None]()
         self.numbers = list[int]()  # of its requests in the session, whose thread has them
         self.left = len(requests)  # requests that have not ended
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        """Yields the choice and the event, until all choices have ended."""
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event] | None]:
+        """Yields the choice and the event, until all choices have ended; None now and then."""
         while self.left or not self.events.empty():
             if isinstance(item := await self.events.get(), Exception):
                 raise item
@@ -119,6 +112,13 @@ class Desk:
                 self.loop.call_later(STALLED, self.drop_if_stalled, answer, answer.events.qsize())
             if answer.events.qsize() > BACKLOG and answer.task:
                 answer.task.cancel()  # its client does not read
+
+    def beat(self) -> None:
+        """Wakes streams that wait, so that they can say that they are alive."""
+        for answer in self.open:
+            if answer.left and answer.events.empty():
+                answer.events.put_nowait(None)
+        self.loop.call_later(QUIET, self.beat)
 
     def drop_if_stalled(self, answer: Answer, waited: int) -> None:
         """Gives up an answer that has ended, if its client took nothing of it since `waited` events
@@ -191,13 +191,13 @@ class Desk:
 
 
 async def body_of(call: Call) -> Any:
-    """Reads a body of JSON."""
+    """Reads a body of JSON. A large one takes a second, in which other clients are served."""
     data = bytearray()
     async for part in call.stream():
         data += part
         if len(data) > BODY:
             raise Refused(f"the body has more than {BODY} bytes", status=413)
-    return read_json(bytes(data))
+    return await asyncio.to_thread(read_json, bytes(data))
 
 
 async def watch(call: Call, answer: Answer) -> None:
@@ -207,11 +207,14 @@ async def watch(call: Call, answer: Answer) -> None:
     answer.events.put_nowait(Refused("the client has gone", status=499))
 
 
+UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # which proxies read
+
+
 class Stream(StreamingResponse):
     """Calls `at_end` whatever ends it, also if its client goes away."""
 
     def __init__(self, lines: AsyncIterator[str], at_end: Callable[[], None]):
-        super().__init__(lines, media_type="text/event-stream")
+        super().__init__(lines, media_type="text/event-stream", headers=UNBUFFERED)
         self.at_end = at_end
 
     async def __call__(self, *args: Any) -> None:
@@ -221,59 +224,66 @@ class Stream(StreamingResponse):
             self.at_end()
 
 
+def begin(served: Served, kind: str, body: Any) -> tuple[Asked, Completion | Reply]:
+    """Reads a request, and begins the answer to it."""
+    if kind == "responses":
+        return ask_response(served, body)
+    asked = ask(served, kind, body)
+    return asked, Completion(served, asked)
+
+
+async def stream(told: Completion | Reply, answer: Answer) -> AsyncIterator[str]:
+    """What is sent of an answer as it comes."""
+    sent = time.monotonic()
+    try:
+        yield told.first()
+        async for item in answer:
+            lines = told.add(*item) if item else ""
+            if not lines and time.monotonic() > sent + QUIET / 2:
+                lines = ": nothing to send yet\n\n"
+            if lines:
+                yield lines
+                sent = time.monotonic()
+            if all(choice.finish for choice in told.choices):
+                break
+        yield told.last()
+    except Exception as error:
+        yield told.failed(refusal_of(error))
+
+
 class Api:
     """The endpoints."""
 
-    def __init__(self, desk: Desk, name: str):
+    def __init__(self, desk: Desk, name: str, tool_format: str | None):
         self.desk, self.created = desk, int(time.time())
-        self.served = served_by(desk.session, name, desk.most)
+        self.served = served_by(desk.session, name, desk.most, tool_format)
 
     async def complete(self, call: Call, kind: str) -> Response:
         self.desk.check_room(1)  # before a long text is encoded
-        asked = await asyncio.to_thread(ask, self.served, kind, await body_of(call))
+        body = await body_of(call)
+        asked, told = await asyncio.to_thread(begin, self.served, kind, body)
         answer = self.desk.enter(asked.requests)
-        choices = [Choice(request, i) for i, request in enumerate(asked.requests)]
         if asked.stream:
-            lines = self.stream(asked, answer, choices)
-            return Stream(lines, partial(self.desk.leave, answer))
+            return Stream(stream(told, answer), partial(self.desk.leave, answer))
         watcher = asyncio.create_task(watch(call, answer))
         try:
-            async for i, event in answer:
-                add(asked, choices[i], self.served.tok, event)
+            async for item in answer:
+                if item is not None:
+                    told.add(*item)
+                if all(choice.finish for choice in told.choices):
+                    break
         finally:
             watcher.cancel()
             self.desk.leave(answer)
-        told = [tell(asked, choice, self.served.tok) for choice in choices]
-        return JSONResponse(self.known(asked) | dict(choices=told, usage=usage_of(asked, choices)))
-
-    def known(self, asked: Asked) -> dict[str, Any]:
-        """What every answer, or piece of one, begins with."""
-        number = f"{asked.kind}-{uuid.uuid4().hex}"
-        name = self.served.name
-        return dict(id=number, object=asked.object, created=int(time.time()), model=name)
-
-    async def stream(
-        self, asked: Asked, answer: Answer, choices: list[Choice]
-    ) -> AsyncIterator[str]:
-        known, tok = self.known(asked), self.served.tok
-        last = dict(usage=None) if asked.usage else {}
-        line = lambda **more: f"data: {json.dumps(known | more)}\n\n"
-        try:
-            async for i, event in answer:
-                add(asked, choice := choices[i], tok, event)
-                if choice.content or choice.reasoning or choice.scores or choice.finish:
-                    yield line(choices=[tell(asked, choice, tok)], **last)
-            if asked.usage:
-                yield line(choices=[], usage=usage_of(asked, choices))
-        except Exception as error:
-            yield f"data: {json.dumps(refusal_of(error).object)}\n\n"
-        yield "data: [DONE]\n\n"
+        return JSONResponse(told.whole())
 
     async def models(self, call: Call) -> Response:
         name = self.served.name
         if (asked := call.path_params.get("name", name)) != name:
-            raise Refused(f"the model here is {name}, not {asked[:80]}", status=404)
+            what = f"the model here is {name}, not {asked[:80]}"
+            raise Refused(what, "model", 404, "model_not_found")
         model = dict(id=name, object="model", created=self.created, owned_by="folio")
+        model |= dict(max_model_len=self.desk.session.capacity)
         is_one = "name" in call.path_params
         return JSONResponse(model if is_one else dict(object="list", data=[model]))
 
@@ -299,6 +309,7 @@ class Api:
             Route("/v1/models/{name:path}", self.models),
             Route("/v1/chat/completions", partial(self.complete, kind="chat"), methods=["POST"]),
             Route("/v1/completions", partial(self.complete, kind="text"), methods=["POST"]),
+            Route("/v1/responses", partial(self.complete, kind="responses"), methods=["POST"]),
         ]
 
 
@@ -321,14 +332,15 @@ class Guard:
         host, origin = headers.get(b"host", "").lower(), headers.get(b"origin")
         name = re.sub(r":\d*$", "", host)
         if self.names and name not in self.names:
-            return Refused("this server has another name: see its Host header", status=403)
+            return Refused("this server has another name: see --allow-host", status=403)
         known = origin is None or origin.partition("//")[2].lower() == host
         if self.names and not known and not {origin, "*"} & {*self.origins}:
             return Refused("pages of this origin may not call: see --allow-origin", status=403)
-        given = headers.get(b"authorization", "").encode("latin-1")  # the bytes that came
-        wanted = f"Bearer {self.key}".encode()
+        scheme, _, given = headers.get(b"authorization", "").partition(" ")
+        data = given.strip(" ").encode("latin-1")  # the bytes that came
+        is_right = self.key and hmac.compare_digest(data, self.key.encode())
         open_to_all = scope["path"] in ("/", "/health")
-        if self.key and not open_to_all and not hmac.compare_digest(given, wanted):
+        if self.key and not open_to_all and not (is_right and scheme.lower() == "bearer"):
             return Refused("the API key is missing or wrong", status=401)
         return None
 
@@ -366,13 +378,14 @@ def open_listener(args: argparse.Namespace) -> socket.socket:
         raise ValueError(f"--serve {args.serve}: {getattr(error, 'strerror', error)}") from None
 
 
-def names_of(listener: socket.socket, place: str) -> set[str]:
-    """The names that a Host header may have, with that in --serve; empty if other machines can
-    connect."""
+def names_of(listener: socket.socket, place: str, allowed: Sequence[str]) -> set[str]:
+    """The names that a Host header may have, with those in --serve and --allow-host; empty if other
+    machines can connect."""
     host = listener.getsockname()[0]
     if not ipaddress.ip_address(host).is_loopback:
         return set()
-    return {"localhost", "127.0.0.1", "[::1]", host, place.rpartition(":")[0].lower()}
+    given = (place.rpartition(":")[0], *allowed)
+    return {"localhost", "127.0.0.1", "[::1]", host, *map(str.lower, given)}
 
 
 def key_of(args: argparse.Namespace) -> str | None:
@@ -386,24 +399,37 @@ def key_of(args: argparse.Namespace) -> str | None:
     return key
 
 
+def compile_programs(session: Session) -> None:
+    """Answers a short prompt, and a long one twice, so that no client waits for the programs of the
+    smallest chunk, of the largest one, of a copy and of a step."""
+    longest = min(PROMPT_CHUNK + 1, session.capacity)
+    for _ in serve(session, [Request([0] * n, 2 * PROBE) for n in (1, longest, longest)]):
+        pass
+    session.began, session.stats = 0.0, Stats(compile_s=session.stats.compile_s)
+
+
 def serve_http(session: Session, args: argparse.Namespace, listener: socket.socket) -> None:
     """Serves until SIGTERM or Ctrl-C, then ends what runs within --grace seconds."""
-    desk, names = Desk(session, args), names_of(listener, args.serve)
+    compile_programs(session)
+    desk, names = Desk(session, args), names_of(listener, args.serve, args.allow_host)
     ckpt = str(args.adapter or args.ckpt or session.model.module.__package__)
     name = Path(ckpt).resolve().name if Path(ckpt).is_dir() else ckpt
     key, origins = key_of(args), args.allow_origin
     guard = Middleware(Guard, names=names, origins=origins, key=key)
-    anything: Any = dict(allow_methods=["*"], allow_headers=["*"])
+    anything: Any = dict(allow_methods=["*"], allow_headers=["*"], allow_private_network=True)
     cors = Middleware(CORSMiddleware, allow_origins=origins, **anything)
     middleware = [cors, guard] if origins else [guard]
     errors = dict.fromkeys((Refused, HTTPException, Exception), refuse)
-    app = Starlette(False, Api(desk, name).routes(), middleware, errors)
-    quiet: Any = dict(log_level="critical", lifespan="off", backlog=WAITING)
+    app = Starlette(False, Api(desk, name, args.tool_format).routes(), middleware, errors)
+    quiet: Any = dict(
+        log_level="critical", lifespan="off", backlog=WAITING, timeout_keep_alive=IDLE
+    )
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=5, **quiet))
     run = partial(desk.loop.run_until_complete, server.serve([listener]))
     thread = threading.Thread(target=run, daemon=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, desk.stop)
+    desk.loop.call_soon(desk.beat)
     thread.start()
     host, port, *_ = listener.getsockname()
     host = f"[{host}]" if ":" in host else host

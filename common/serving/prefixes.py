@@ -37,9 +37,10 @@ class Text:
     written: int = 0  # positions written in this place so far, including any after the tokens
     arrays: Any = None  # their caches, in a place without a slot
     used: int = 0  # the time of the last use, as `Prefixes` counts it
+    salt: str = ""  # only a prompt with the same one can start from this text
 
     def __post_init__(self) -> None:
-        self.keys = [*beginnings(self.tokens)]
+        self.keys = [*beginnings(self.tokens, self.salt)]
 
 
 @dataclass
@@ -53,9 +54,9 @@ class Prefixes:
     time: int = 0
 
 
-def beginnings(tokens: Sequence[int]) -> Iterator[bytes]:
-    """The digests of the first block, of the first two, and so on."""
-    digest = blake2b(digest_size=16)
+def beginnings(tokens: Sequence[int], salt: str = "") -> Iterator[bytes]:
+    """The digests of the first block, of the first two, and so on; others for another salt."""
+    digest = blake2b(digest_size=16, key=blake2b(salt.encode()).digest())
     for i in range(BLOCK, len(tokens) + 1, BLOCK):
         digest.update(array("i", tokens[i - BLOCK : i]).tobytes())
         yield digest.digest()
@@ -91,10 +92,10 @@ def forget(prefixes: Prefixes, place: Place) -> None:
                 del prefixes.holders[key]
 
 
-def longest(prefixes: Prefixes, tokens: Sequence[int]) -> tuple[Place, int]:
+def longest(prefixes: Prefixes, tokens: Sequence[int], salt: str = "") -> tuple[Place, int]:
     """Returns the place that can be continued from the longest beginning of `tokens`, and the
     length of that; 0 if it is shorter than a block. Host memory comes last among equals."""
-    keys = takewhile(prefixes.holders.__contains__, beginnings(tokens))
+    keys = takewhile(prefixes.holders.__contains__, beginnings(tokens, salt))
     levels = [prefixes.holders[key] for key in keys]
     # A place that holds a longer beginning also holds the shorter ones: it is in all levels before.
     best, tried = (0, False, READING), set[Place]()

@@ -37,7 +37,7 @@ from common.serving.session import (
 )
 from common.sharding import DATA, round_up
 from common.speculate import NO_DRAFT, NO_TOKEN
-from common.text.harmony import say, start_speech
+from common.text.reply import say, start_speech
 from common.text.tokenizer import encode, stream_flush
 
 # Tokens. A read of fewer takes as long as a read of this many, because both read all weights.
@@ -123,7 +123,8 @@ def receive(session: Session) -> None:
         if fields is not None:
             request = Request(*fields)
             prompt, tok = [*request.prompt], session.model.tokenizer
-            speech = tok and start_speech(tok, prompt, request.is_chat, request.stop)
+            settings = request.is_chat, request.stop, request.keep_special
+            speech = tok and start_speech(tok, prompt, *settings)
             guide = request.grammar and start_guide(session.model, request.grammar)
             session.works[number] = work = Work(number, request, prompt, speech, guide=guide)
             session.waiting[number] = work
@@ -147,7 +148,8 @@ def admit(session: Session) -> None:
         work = session.waiting.pop(next(iter(session.waiting)))
         # The last token is read for its logits, and all are if the prompt is scored.
         tokens = [] if work.request.echo else work.tokens[:-1]
-        found = {row: longest(session.prefixes[row], tokens) for row in rows}
+        salt = work.request.cache_salt
+        found = {row: longest(session.prefixes[row], tokens, salt) for row in rows}
         row = max(rows, key=lambda row: (found[row][1], -taken.count(row)))
         steps.begin(session, row, work, *found[row])
 

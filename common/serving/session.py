@@ -29,7 +29,7 @@ from common.serving.load import Model, cache_dtype, check_fits, init_state
 from common.serving.prefixes import HOST, KEPT, Prefixes, Text
 from common.serving.score import Score
 from common.sharding import DATA, P
-from common.text.harmony import FINAL, Speech, is_answer
+from common.text.reply import FINAL, Speech
 
 PROMPT_CHUNK = 512  # tokens read at once; enough to be compute-bound, few enough for memory
 DRAFT_TOKENS = 4
@@ -52,12 +52,14 @@ class Request(NamedTuple):
     is_chat: bool = False  # it is a message, which may have channels; else it continues the prompt
     logprobs: int | None = None  # scores the tokens of the reply, and this many of the likeliest
     echo: bool = False  # with logprobs: scores the tokens of the prompt, too
+    cache_salt: str = ""  # cached prefixes are reused only by requests with the same salt
     # The rules of its tokens: see `Rules`.
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Sequence[tuple[int, float]] = ()  # token ids, and what is added to their logits
     grammar: str | None = None  # of llguidance, which the answer must fit; what is thought is free
+    keep_special: bool = False  # special tokens come as text
 
     @property
     def sampling(self) -> tuple[Any, ...]:
@@ -112,7 +114,7 @@ class Work:
     @property
     def is_guided(self) -> bool:
         """Whether the next token must fit a grammar."""
-        return self.guide is not None and (self.speech is None or is_answer(self.speech))
+        return self.guide is not None
 
     @property
     def left(self) -> int:

@@ -116,7 +116,8 @@ def settle(session: Session) -> None:
         index, first, many = session.prefixes[row], row * session.per_row, session.reuse_multiple
         prompt = work.request.prompt
         written = max(work.text.written, len(work.tokens))
-        work.text = Text(prompt[: len(prompt) // many * many], written)
+        salt = work.request.cache_salt
+        work.text = Text(prompt[: len(prompt) // many * many], written, salt=salt)
         # While READING holds the text, a slot that holds no more of it counts as missed least.
         prefixes.hold(index, READING, work.text)
         free = [n for n in range(session.per_row) if first + n not in session.running]
@@ -202,7 +203,8 @@ def drop_ended(session: Session) -> None:
         elif session.reuse_multiple > 1:  # a decoded text may differ from a read one by rounding
             prefixes.use(index, place)
         else:
-            prefixes.hold(index, place, Text(work.tokens[:-1], work.text.written))
+            text = Text(work.tokens[:-1], work.text.written, salt=work.request.cache_salt)
+            prefixes.hold(index, place, text)
         del session.running[slot]
     if ended:
         keep_B = np.isin(np.arange(session.slots), [*session.running])

@@ -1,17 +1,22 @@
 """Conversations: the checkpoint's template writes them as one text, which is then encoded.
 
-A template gets what it asks for. If it leaves a message out, that is refused. No message can hold a
-control token: one that is spelled out is encoded as plain text.
+A template gets what it asks for. If it leaves a message, a call or the tools out, that is refused.
+No message can hold a control token: one that is spelled out is encoded as plain text.
 """
 
+import contextlib
+import itertools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
 
-from common.text.harmony import END
+from common.text.reply import CALL, END
 from common.text.tokenizer import Tokenizer, ids_behind, ids_of
+from common.text.tools import format_of, functions
 
 OPEN, CLOSE = "\U000f0000", "\U000f0001"  # stand around a control token of a message
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field
@@ -20,11 +25,13 @@ Messages = Sequence[Mapping[str, Any]]
 
 def encode_chat(tok: Tokenizer, messages: Messages, **variables: Any) -> list[int]:
     """Encodes a conversation, up to where a reply begins. The template writes BOS itself, so the
-    tokenizer adds nothing. `variables` (`tools`, ...) reach the template.
+    tokenizer adds nothing. `variables` (`tools`, ...) reach the template. Messages are OpenAI's;
+    the arguments of `tool_calls` may also be objects.
 
-    Raises ValueError if there is no template, if it complains, or if it leaves a message out.
+    Raises ValueError if there is no template, if it complains, or if it leaves something out.
     """
-    messages, controls = for_template(tok, messages), either(control_tokens(tok))
+    variables = {key: x for key, x in variables.items() if x not in (None, [])}
+    messages, controls = for_template(tok, messages, variables), either(control_tokens(tok))
     text = render_chat(tok, marked(messages, controls), **marked(variables, controls))
     added = either([text for text, _ in tok.added_tokens])
     # After the first piece, every second one is a marked token, or None for a lone mark.
@@ -67,7 +74,7 @@ def marked(value: Any, controls: str) -> Any:
         value = value.replace(OPEN, "").replace(CLOSE, "")
         return re.sub(controls, rf"{OPEN}\g<0>{CLOSE}", value)
     if isinstance(value, Mapping):
-        return {key: marked(x, controls) for key, x in value.items()}
+        return {marked(key, controls): marked(x, controls) for key, x in value.items()}
     return [marked(x, controls) for x in value] if isinstance(value, list | tuple) else value
 
 
@@ -96,14 +103,18 @@ def render_chat(
     return render(tok.chat_template, {**values, **more})
 
 
-def for_template(tok: Tokenizer, messages: Messages) -> list[dict[str, Any]]:
-    """The messages in the form that the template reads. ValueError if it leaves one out.
+def for_template(
+    tok: Tokenizer, messages: Messages, variables: Mapping[str, Any] = MappingProxyType({})
+) -> list[dict[str, Any]]:
+    """The messages in the form that the template reads. ValueError if it leaves one out, or tools.
 
     A developer is `system` to a template that does not know the role, and a text becomes a list of
-    parts for a template that writes only those. The reasoning of a reply gets all its names.
+    parts for a template that writes only those. The reasoning of a reply gets all its names. The
+    arguments of calls become objects, or JSON text for a template that takes no objects.
     """
     if not messages or not all(isinstance(m, Mapping) for m in messages):
         raise ValueError("a conversation is a non-empty list of {'role': ..., 'content': ...}")
+    functions(variables.get("tools", ()))
     known, told = "developer" in literals(tok), list[dict[str, Any]]()
     for message in messages:
         new = dict(message)
@@ -111,13 +122,55 @@ def for_template(tok: Tokenizer, messages: Messages) -> list[dict[str, Any]]:
             new["role"] = "system"
         if (thoughts := next(filter(None, map(new.get, REASONING)), None)) is not None:
             new = {"thinking": thoughts, **new, "reasoning_content": thoughts}
-        told.append(new)
-    if (missing := left_out(tok, told)) is not None:
-        in_parts = [with_text(m, lambda text: [dict(type="text", text=text)]) for m in told]
-        if left_out(tok, in_parts) is not None:
-            role = messages[missing].get("role")
-            raise ValueError(f"the chat template leaves out message {missing + 1} (role: {role})")
-        told = in_parts
+        if not new.get("tool_calls"):
+            new.pop("tool_calls", None)
+        elif new.get("content") is None:
+            new["content"] = ""
+        functions(new.get("tool_calls", ()), "tool_calls")
+        told.append(with_calls(new, objects))
+    if format_of(tok.chat_template) == "kimi":
+        told = with_kimis_ids(told)
+    in_parts = [with_text(m, lambda text: [dict(type="text", text=text)]) for m in told]
+    reasons = list[str]()
+    for form in (told, in_parts, [with_calls(m, texts) for m in told]):
+        if (reason := left_out(tok, form, variables)) is None:
+            return form
+        reasons.append(reason)
+    raise ValueError(reasons[0])
+
+
+def with_calls(message: dict[str, Any], change: Callable[..., Any]) -> dict[str, Any]:
+    """The message with what `change(function, call)` returns instead of each call."""
+    calls = message.get("tool_calls", ())
+    new = [{**call, **change(call["function"], call)} for call in calls]
+    return message | (dict(tool_calls=new) if new else {})
+
+
+def objects(function: dict[str, Any], _: Any) -> dict[str, Any]:
+    """Arguments that are JSON text become what they say, if they are JSON."""
+    args = function.get("arguments") or {}
+    with contextlib.suppress(ValueError, RecursionError):
+        args = json.loads(args) if isinstance(args, str) else args
+    return dict(function={**function, "arguments": args})
+
+
+def texts(function: dict[str, Any], _: Any) -> dict[str, Any]:
+    args = function["arguments"]
+    args = args if isinstance(args, str) else json.dumps(args, ensure_ascii=False)
+    return dict(function={**function, "arguments": args})
+
+
+def with_kimis_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Kimi reads the function from a call's id: `functions.NAME:N`, N counting all calls."""
+    ids, told, count = dict[Any, str](), list[dict[str, Any]](), itertools.count()
+
+    def named(function: dict[str, Any], call: dict[str, Any]) -> dict[str, Any]:
+        ids[call.get("id")] = f"functions.{function['name']}:{next(count)}"
+        return dict(id=ids[call.get("id")])
+
+    for message in messages:
+        new, id_ = with_calls(message, named), message.get("tool_call_id")
+        told.append(new | (dict(tool_call_id=ids[id_]) if id_ in ids else {}))
     return told
 
 
@@ -134,28 +187,68 @@ def with_text(message: dict[str, Any], change: Callable[[str], Any]) -> dict[str
     return message
 
 
+def sign(i: int | str) -> str:
+    return f"{OPEN}{i}{CLOSE}"
+
+
 def signed(i: int, message: dict[str, Any]) -> dict[str, Any]:
-    return with_text(message, lambda _: f"{OPEN}{i}{CLOSE}")
+    """The message with a sign for each text, or, if it has calls, for their functions and ids: next
+    to calls, some templates write no text."""
+    if "tool_calls" not in message:
+        return with_text(message, lambda _: sign(i))
+    new = lambda function, _: dict(id=sign(i), function={**function, "name": sign(i)})
+    return with_calls(message, new)
 
 
-def left_out(tok: Tokenizer, messages: Sequence[dict[str, Any]]) -> int | None:
-    """The index of the first message whose text the template does not write. For this, a sign takes
-    the place of each text: the text itself may also stand elsewhere."""
+def left_out(
+    tok: Tokenizer, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]
+) -> str | None:
+    """What the template does not write, or its complaint. For this, a sign takes the place of each
+    text: the text itself may also stand elsewhere."""
+    tools, new = variables.get("tools", ()), [signed(i, m) for i, m in enumerate(messages)]
+    named = [{**x, "function": {**x["function"], "name": sign("tool")}} for x in tools]
     try:
-        text = render_chat(tok, [signed(i, message) for i, message in enumerate(messages)])
+        text = render_chat(tok, new, **{**variables, "tools": named or None})
     except ValueError:  # the messages themselves will be refused, too, or the template reads texts
+        try:
+            render_chat(tok, messages, **variables)
+        except ValueError as error:
+            return str(error)
         return None
-    wanted = (i for i, message in enumerate(messages) if signed(i, message) != message)
-    return next((i for i in wanted if f"{OPEN}{i}{CLOSE}" not in text), None)
+    for i, message in enumerate(messages):
+        if new[i] != message and sign(i) not in text:
+            return f"the chat template leaves out message {i + 1} (role: {message.get('role')})"
+    return "the chat template takes no tools" if named and sign("tool") not in text else None
+
+
+def thinking_options(tok: Tokenizer, think: bool | None, effort: str | None) -> dict[str, Any]:
+    """The template's variables that switch thinking on or off, and say with how much effort the
+    model thinks; "none" switches it off. ValueError if the template has no such variable."""
+    from common.text.template import variables
+
+    names, options = variables(tok.chat_template or ""), dict[str, Any]()
+    if effort is not None and "reasoning_effort" in names:
+        options["reasoning_effort"] = effort
+    elif effort == "none":
+        think = False
+    elif effort is not None:
+        raise ValueError("the chat template has no reasoning_effort")
+    if think is not None:
+        switch = next((name for name in ("enable_thinking", "thinking") if name in names), None)
+        if switch is None:
+            raise ValueError("the chat template cannot switch thinking on or off")
+        options[switch] = think
+    return options
 
 
 def end_of_turn(tok: Tokenizer) -> set[int]:
-    """The id of the special token that the template writes after a reply, if it is one token. For
-    Harmony, which ends each message of a reply so, that is none."""
+    """The ids of special tokens that end a reply beside `stop_ids`: what the template writes after
+    one, if it is one token, but not what ends each message of Harmony; and Harmony's end of a call.
+    """
     turns = [dict(role="user", content=OPEN), dict(role="assistant", content=CLOSE)]
     try:
         after = render_chat(tok, for_template(tok, turns), False).rpartition(CLOSE)[2].strip()
     except ValueError:
         return set()
-    id_ = tok.backend.token_to_id(after)
-    return {id_} if id_ in tok.special_ids and after != END else set()
+    ends = {after, CALL if CALL in literals(tok) else after} - {END}
+    return {id_ for id_ in map(tok.backend.token_to_id, ends) if id_ in tok.special_ids}

@@ -1,12 +1,13 @@
 """Renders chat templates, which are programs from a checkpoint, in jinja2's sandbox."""
 
 import json
+import re
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
@@ -42,7 +43,9 @@ def tojson(x: Any, *given: Any, **named: Any) -> str:
     """Unlike jinja's own filter, this neither escapes for HTML nor sorts keys."""
     names = ("ensure_ascii", "indent", "separators", "sort_keys")
     options: Any = dict(zip(names, given, strict=False)) | named
-    return json.dumps(x, **{"ensure_ascii": False} | options)
+    text = json.dumps(x, **{"ensure_ascii": False} | options)
+    # The marks of common/text/chat.py, U+F0000 and U+F0001, as ASCII has them.
+    return re.sub(r"\\udb80\\udc0([01])", lambda found: chr(0xF0000 + int(found[1])), text)
 
 
 @lru_cache(8)
@@ -62,6 +65,12 @@ def literals(source: str) -> str:
     texts = {node.data for node in tree.find_all(nodes.TemplateData)}
     texts |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
     return "\0".join(texts)
+
+
+@lru_cache(8)
+def variables(source: str) -> set[str]:
+    """The names of what a template reads from outside."""
+    return meta.find_undeclared_variables(compiled(source).environment.parse(source))
 
 
 def render(source: str, values: dict[str, Any]) -> str:

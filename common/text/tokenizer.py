@@ -211,7 +211,7 @@ class Stream(NamedTuple):
     held: tuple[int, ...] = ()  # the byte tokens after them
     keep_special: bool = False
     stop: tuple[str, ...] = ()  # the text ends before the first of these
-    tail: str = ""  # text that may be the beginning of one of them
+    tail: str = ""  # text that may be the beginning of one of them; once `stopped`, what follows it
     stopped: bool = False
 
 
@@ -241,16 +241,18 @@ def stream_push(tok: Tokenizer, stream: Stream, token_id: int) -> tuple[Stream, 
         return stream._replace(held=(*stream.held, token_id)), ""
     ids = (*stream.seen, *stream.held, token_id)
     text = _certain(tok, stream, ids).removeprefix(_certain(tok, stream, stream.seen))
-    return _before_stop(stream._replace(seen=ids[-_WINDOW:], held=()), text)
+    return before_stop(stream._replace(seen=ids[-_WINDOW:], held=()), text)
 
 
-def _before_stop(stream: Stream, text: str, is_last: bool = False) -> tuple[Stream, str]:
+def before_stop(stream: Stream, text: str, is_last: bool = False) -> tuple[Stream, str]:
     """Adds text; returns what comes before a stop text, and holds back what may begin one."""
     if stream.stopped:
         return stream, ""
     text = stream.tail + text
-    if ends := [at for stop in stream.stop if (at := text.find(stop)) >= 0]:
-        return stream._replace(stopped=True), text[: min(ends)]
+    found = [(at, at + len(stop)) for stop in stream.stop if (at := text.find(stop)) >= 0]
+    if found:
+        at, end = min(found)
+        return stream._replace(stopped=True, tail=text[end:]), text[:at]
     begun = [
         n
         for stop in stream.stop
@@ -265,7 +267,7 @@ def stream_flush(tok: Tokenizer, stream: Stream) -> str:
     """Returns the text held back, at the end. An unfinished character comes out as U+FFFD."""
     text = decode(tok, stream.seen + stream.held, stream.keep_special)
     text = text.removeprefix(_certain(tok, stream, stream.seen))
-    return _before_stop(stream, text, is_last=True)[1]
+    return before_stop(stream, text, is_last=True)[1]
 
 
 def _certain(tok: Tokenizer, stream: Stream, ids: Sequence[int]) -> str:

@@ -1,0 +1,145 @@
+"""Grammars in the Lark of llguidance: replies whose calls of functions fit their schemas.
+
+Tokens that llguidance takes for special ones, by their ids, stand for the marks of a format.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from keyword import iskeyword
+from typing import Any
+
+from common.text.chat import either
+from common.text.reply import CHANNEL, END, MESSAGE, START, prompt_end, speaks_harmony, think_marks
+from common.text.tokenizer import Tokenizer
+from common.text.tools import FORMATS, Format, Tools, first_mark, functions, is_bare, kinds_of
+
+AFTER = "\n</parameter>\n"  # a value in XML
+TERMINALS = r"""
+TEXT: /(.|\n)*/
+NEWLINES: /\n*/
+PLAIN: /\s*([^\s{\[](.|\n)*)?/
+value[lazy]: /(.|\n)*\n<\/parameter>\n/"""
+# As templates write JSON. A model that may write any white space may never stop to do so.
+STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+# Keywords that arguments in Python or XML can be held to, those that change nothing, and both kinds
+# for a string in XML.
+NOTES = {"title", "description", "default", "examples", "$schema", "$defs", "definitions"}
+OF_ARGS = {"type", "properties", "required", "additionalProperties", *NOTES}
+OF_TEXT = {"type", "anyOf", *NOTES}
+
+
+def tokens_of(tok: Tokenizer) -> set[str]:
+    """The added tokens that llguidance takes for special ones: no text of a grammar has them."""
+    return {x for x, special in tok.added_tokens if special or (x[:1], x[-1:]) == ("<", ">")}
+
+
+def written(tok: Tokenizer, text: str) -> str:
+    """A text as symbols of a grammar."""
+    tokens = tokens_of(tok)
+    symbol = lambda x: f"<[{tok.backend.token_to_id(x)}]>" if x in tokens else json.dumps(x)
+    return " ".join(map(symbol, filter(None, re.split(f"({either([*tokens])})", text))))
+
+
+def grammar_of(tok: Tokenizer, format: str, tools: Tools, required: bool) -> str:
+    """A grammar of replies in a format of FORMATS. If `required`, a reply is one or more calls, and
+    all arguments fit the functions' schemas. Else it is text, in which whatever begins like a call
+    is one; the arguments of functions with `strict` fit their schemas.
+
+    ValueError if the format cannot hold the arguments of such a function to its schema.
+    """
+    form, rules, bodies, tokens = FORMATS[format], list[str](), list[str](), tokens_of(tok)
+    head, _, tail = form.call.partition("ARGS")
+    mark = first_mark(head)
+    for i, (name, function) in enumerate(functions(tools).items()):
+        symbols = [written(tok, x) for x in head[len(mark) :].replace("NAME", name).split("INDEX")]
+        bodies.append(f"{' /[0-9]+/ '.join(symbols)} args_{i} {written(tok, tail)}")
+        rules += arguments(form, function, required, f"args_{i}")
+    begin, between, end = (written(tok, x) for x in (form.begin, form.between, form.end))
+    rules += [f"body: {' | '.join(bodies)}", f"call: {written(tok, mark)} body"]
+    more = f"({between} call)*" if form.around and (form.begin or form.between) else ""
+    calls, leads = f"{begin} call {more} {end}", list[str]()
+    if required:
+        start = calls if form.around else f"{calls} ({between} {calls})*"
+    elif is_bare(form):
+        tags = " | ".join(written(tok, x) for x in form.also if x in tokens)
+        start = f"({tags})? {calls} | PLAIN" if tags else f"{calls} | PLAIN"
+    elif format == "harmony":
+        start = f"{calls} | {written(tok, f'{CHANNEL}final{MESSAGE}')} TEXT"
+    else:
+        for first, rest in ((form.begin, f"call {more} {end}"), (mark, f"body {end}")):
+            if (sign := first_mark(first)) and not (first == mark and mark in tokens):
+                lead, option = f"lead_{len(leads)}", "" if sign in tokens else "[lazy]"
+                rules.append(f"{lead}{option}: TEXT {written(tok, sign)}")
+                leads.append(f"{lead} {written(tok, first.removeprefix(sign))} {rest}")
+        start = f"({' | '.join(leads)})* last"
+    return "\n".join([f"start: {start}", "last: TEXT", *rules]) + TERMINALS
+
+
+def arguments(form: Format, function: Mapping[str, Any], required: bool, name: str) -> list[str]:
+    """The rules of a function's arguments."""
+    schema: Mapping[str, Any] = function.get("parameters") or NOTHING
+    strict = bool(function.get("strict"))
+    exact, is_xml = strict or required, form.args == "xml"
+    if form.args == "json":
+        return [f"{name}: {as_json({**(schema if exact else {}), 'type': 'object'})}"]
+    if strict and (unknown := {*schema} - OF_ARGS):
+        raise ValueError(f"calls in {form.args} cannot hold arguments to {min(unknown)!r}")
+    defs = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    needed, rules = (schema.get("required", []) if exact else []), list[str]()
+    # The needed ones come first, so that in Python a comma stands before each other one.
+    keys = sorted(schema.get("properties") or {}, key=lambda key: key not in needed)
+    for i, key in enumerate(keys):
+        if re.search("[>\n]", key) if is_xml else not key.isidentifier() or iskeyword(key):
+            raise ValueError(f"calls in {form.args} cannot name the parameter {key!r}")
+        inner = {**schema["properties"][key], **defs} if exact else {}
+        start, value = f"<parameter={key}>\n" if is_xml else f"{key}=", as_json(inner)
+        value = value_in_xml(inner, strict) if is_xml else value
+        rules.append(f"{name}_{i}: {json.dumps(start)} {value}")
+    comma = "" if is_xml else '", "'
+    rest = [f"({comma} {name}_{i}){'' if key in needed else '?'}" for i, key in enumerate(keys)]
+    options = [" ".join([f"{name}_{i}", *rest[i + 1 :]]) for i in range(len(keys))]
+    options = options[:1] if {*keys} & {*needed} else [*options, '""']
+    return [f"{name}: {' | '.join(options)}", *rules]
+
+
+def value_in_xml(schema: Mapping[str, Any], strict: bool) -> str:
+    """The rule of a value and what follows it. What may be a string stands there as it is."""
+    if schema and "string" not in kinds_of(schema):
+        return f"{as_json(schema)} {json.dumps(AFTER)}"
+    if values := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        texts = (x if isinstance(x, str) else json.dumps(x) for x in values)
+        return f"({' | '.join(json.dumps(text + AFTER) for text in texts)})"
+    unknown = {key for x in (schema, *schema.get("anyOf", ())) for key in x} - OF_TEXT
+    if strict and unknown:
+        raise ValueError(f"calls in xml cannot hold a string to {min(unknown)!r}")
+    return "value"
+
+
+def as_json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': STYLE})}"
+
+
+def behind_thoughts(
+    tok: Tokenizer, prompt: Sequence[int], grammar: str, calls: bool = False
+) -> str:
+    """A grammar of replies that may think, and whose final text is one of `grammar`: Lark, or JSON
+    as llguidance has it. `calls` says that it is from `grammar_of`. If such a model does not think,
+    or the prompt has ended its thoughts, it is the grammar itself."""
+    marks, end, last = think_marks(tok), prompt_end(tok, prompt), ""
+    if speaks_harmony(tok):
+        thinks, says = (written(tok, f"{CHANNEL}{x}{MESSAGE}") for x in ("analysis", "final"))
+        next_ = written(tok, f"{END}{START}assistant")
+        before = f"({thinks} TEXT {next_})* {'' if calls else says}"
+    elif marks is None or end.endswith(marks[1]):
+        return grammar
+    else:
+        opening, closing = (written(tok, x) for x in marks)
+        last = "" if marks[1] in tokens_of(tok) else f"\nthought[lazy]: TEXT {closing}"
+        rest = f"{'thought' if last else f'TEXT {closing}'} NEWLINES"
+        before = rest if end.endswith(marks[0]) else f"({opening} {rest})?"
+    is_json = grammar.lstrip().startswith("{")
+    parts = json.loads(grammar)["grammars"] if is_json else [dict(lark_grammar=grammar)]
+    first = dict(name="reply", lark_grammar=f"start: {before} @body{TERMINALS}{last}")
+    return json.dumps(dict(grammars=[first, {**parts[0], "name": "body"}, *parts[1:]]))
