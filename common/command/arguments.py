@@ -33,11 +33,21 @@ SAMPLING = (*SETTINGS, "sampling", "json_schema", "max_new_tokens")
 NOT_WITH = dict(
     chat=("json", "raw", "prompt", "prompts"),
     serve=(
-        *("chat", "prompt", "prompts", "system", "stop", "raw", "json", "show_analysis"),
+        *("chat", "prompt", "prompts", "system", "think", "stop", "raw", "json", "show_analysis"),
         *SAMPLING,  # which the requests say
     ),
     dry_run=(
-        *("chat", "prompt", "prompts", "system", "stop", "serve", "profile", "distributed"),
+        *(
+            "chat",
+            "prompt",
+            "prompts",
+            "system",
+            "think",
+            "stop",
+            "serve",
+            "profile",
+            "distributed",
+        ),
         *("adapter", "keep", "keep_host", "show_analysis", "allow_nonfinite", "seed", *SAMPLING),
     ),
 )
@@ -134,6 +144,8 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--prompts", type=Path, metavar="FILE", help="read prompts from FILE, one per line")
     add("--chat", **flag, help="hold a conversation: each line of standard input is a turn")
     add("--system", metavar="S", help="system message for the chat template")
+    told = "let a model that can do both think before it answers, or not"
+    add("--think", action=argparse.BooleanOptionalAction, help=told)
     add("--raw", **flag, help="give the model the prompt without any chat template")
     add("--show-analysis", **flag, help="also show what the model thinks before its answer")
     told = "end the reply before this text; may be given several times"

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, TextIO
 from common.loading.files import first_line, parse_json
 from common.loading.generation import SETTINGS
 from common.serving.load import Model
-from common.serving.rules import check_grammar, json_grammar
+from common.serving.rules import check_grammar
 from common.serving.serve import serve
 from common.serving.session import Event, Request, Session
-from common.text.chat import encode_chat, end_of_turn
+from common.text.chat import encode_chat, end_of_turn, thinking_options
+from common.text.grammar import behind_thoughts, json_grammar
 from common.text.reply import ANALYSIS, FINAL
 from common.text.tokenizer import Tokenizer, encode
 
@@ -60,16 +61,21 @@ def encode_prompt(model: Model, args: argparse.Namespace, text: str) -> list[int
     if (tok := model.tokenizer) is None:  # random weights of a lone config: any ids will do
         return [byte % model.config.vocab_size for byte in text.encode()]
     if not args.raw and tok.chat_template is not None:
-        return encode_chat(tok, messages(args, [("user", text)]))
-    if args.system:
-        what = "this checkpoint has none, or --raw was given"
-        raise ValueError(f"--system needs a chat template: {what}")
+        return encode_turns(tok, args, [("user", text)])
+    if args.system or args.think is not None:
+        what = "--system" if args.system else "--think or --no-think"
+        raise ValueError(
+            f"{what} needs a chat template: this checkpoint has none, or --raw was given"
+        )
     return encode(tok, text)
 
 
-def messages(args: argparse.Namespace, turns: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+def encode_turns(
+    tok: Tokenizer, args: argparse.Namespace, turns: Sequence[tuple[str, str]]
+) -> list[int]:
     system = [("system", args.system)] if args.system else []
-    return [{"role": role, "content": content} for role, content in (*system, *turns)]
+    messages = [{"role": role, "content": content} for role, content in (*system, *turns)]
+    return encode_chat(tok, messages, **thinking_options(tok, args.think, None))
 
 
 def make_request(model: Model, args: argparse.Namespace, ids: Sequence[int], index: int) -> Request:
@@ -77,18 +83,30 @@ def make_request(model: Model, args: argparse.Namespace, ids: Sequence[int], ind
     asked = {name: getattr(args, name) for name in SETTINGS}
     settings |= {name: value for name, value in asked.items() if value is not None}
     request = Request(ids, args.max_new_tokens, seed=(args.seed + index) % 2**32, **settings)
-    if args.json_schema:
-        try:
-            grammar = json_grammar(parse_json(args.json_schema.read_text("utf-8")))
-            check_grammar(model, grammar)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"--json-schema {args.json_schema}: {first_line(error)}") from None
-        request = request._replace(grammar=grammar)
     if tok is None:
         return request
     is_chat = tok.chat_template is not None and not args.raw
     ends = tok.stop_ids | (end_of_turn(tok) if is_chat else set())
-    return request._replace(stop_ids=ends, stop=args.stop, is_chat=is_chat)
+    return request._replace(
+        stop_ids=ends,
+        stop=args.stop,
+        is_chat=is_chat,
+        grammar=grammar_for(model, args, ids, is_chat),
+    )
+
+
+def grammar_for(
+    model: Model, args: argparse.Namespace, ids: Sequence[int], is_chat: bool
+) -> str | None:
+    """The grammar of answers that fit --json-schema, behind what is thought before them."""
+    if (file := args.json_schema) is None or model.tokenizer is None:
+        return None
+    try:
+        grammar = json_grammar(parse_json(file.read_text("utf-8")))
+        check_grammar(model, grammar)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--json-schema {file}: {first_line(error)}") from None
+    return behind_thoughts(model.tokenizer, ids, grammar) if is_chat else grammar
 
 
 class Reply(NamedTuple):
@@ -215,7 +233,7 @@ def converse(session: Session, args: argparse.Namespace) -> bool:
         if not line.strip():
             continue
         turns.append(("user", line.strip()))
-        ids = encode_chat(tok, messages(args, turns))
+        ids = encode_turns(tok, args, turns)
         reply, request = Reply([], [], []), make_request(session.model, args, ids, len(turns) // 2)
         events = serve(session, [request])
         with interruptible() as pressed, contextlib.closing(events):

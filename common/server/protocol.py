@@ -17,7 +17,7 @@ from common.serving.rules import check_grammar
 from common.serving.session import Request, Session, check_request
 from common.text import tools as formats
 from common.text.chat import encode_chat, end_of_turn, thinking_options
-from common.text.grammar import STYLE, behind_thoughts, grammar_of
+from common.text.grammar import behind_thoughts, grammar_of, json_grammar
 from common.text.tokenizer import Tokenizer, encode
 
 RESERVED = {"tok", "messages", "tools", "add_generation_prompt"}  # which no variable may replace
@@ -37,10 +37,8 @@ class Served(NamedTuple):
 def served_by(session: Session, name: str, most: int, tool_format: str | None = None) -> Served:
     tok = session.model.tokenizer
     assert tok is not None
-    longest, tool_format = (
-        max(map(len, tok.backend.get_vocab())),
-        tool_format or formats.format_of(tok.chat_template),
-    )
+    longest = max(map(len, tok.backend.get_vocab()))
+    tool_format = tool_format or formats.format_of(tok.chat_template)
     return Served(session, name, most, tok, longest, tool_format)
 
 
@@ -94,11 +92,9 @@ def structure_of(served: Served, given: dict[str, Any]) -> str | None:
         from llguidance import LLMatcher
 
         ((name, value),) = asked.items()
-        style: Any = STYLE
-        json_schema = partial(LLMatcher.grammar_from_json_schema, defaults=style)
         made = dict(
-            json=lambda: json_schema(value),
-            json_object=lambda: json_schema(dict(type="object")),
+            json=lambda: json_grammar(json.loads(value) if is_text(value) else value),
+            json_object=lambda: json_grammar(dict(type="object")),
             regex=lambda: LLMatcher.grammar_from_regex(value),
             grammar=lambda: LLMatcher.grammar_from_lark(value),
             choice=lambda: f"start: {' | '.join(map(json.dumps, value))}",

@@ -4,7 +4,6 @@ What a grammar allows next is computed by llguidance (https://github.com/guidanc
 from the tokens so far. So a slot with a grammar needs its newest token before the next step.
 """
 
-import json
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
@@ -17,12 +16,6 @@ from common.sampling import PENALTIES, RULES_SPEC, Rules
 from common.serving.load import Model
 from common.serving.session import BIASES, Session, Work
 from common.sharding import model_shards, round_up
-
-
-def json_grammar(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON that fits a schema, without white space between its parts."""
-    options = {"x-guidance": dict(whitespace_flexible=False)}
-    return json.dumps(dict(grammars=[dict(json_schema={**schema, **options})]))
 
 
 def check_grammar(model: Model, grammar: str) -> None:
@@ -69,7 +62,7 @@ def start_guide(model: Model, grammar: str) -> Any:
 def allowed_words(model: Model, works: Mapping[int, Work], rows: int) -> np.ndarray:
     """The bits of `Rules.allowed_BW`. A stop token may come where the grammar may end. If a matcher
     has failed, nothing may come, and the reply ends as invalid."""
-    guides = [(row, work) for row, work in works.items() if work.is_guided]
+    guides = [(row, work) for row, work in works.items() if work.guide is not None]
     if not guides:
         return np.full((rows, -(-model.config.vocab_size // 32)), -1, np.int32).view(np.uint32)
     from llguidance.numpy import fill_next_token_bitmask_par

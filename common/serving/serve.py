@@ -202,7 +202,6 @@ def add(session: Session, work: Work, new: Any, row: int) -> list[Event]:
 def end_of(session: Session, work: Work, event: Event) -> Event:
     """The event of a request's newest token, with its text, and whether the reply ends there."""
     tok, finish, request, text = session.model.tokenizer, None, work.request, ""
-    guide = work.guide if work.is_guided else None
     if event.token == INVALID:
         finish = "invalid"
     elif event.token in request.stop_ids:
@@ -214,6 +213,7 @@ def end_of(session: Session, work: Work, event: Event) -> Event:
         return event._replace(finish=finish)
     if finish in (None, "length"):
         work.speech, text = say(tok, work.speech, event.token)
+        guide = work.guide
         ended = guide and (not guide.consume_token(event.token) or guide.is_stopped())
         finish = "stop" if work.speech.stream.stopped or ended else finish
     text += stream_flush(tok, work.speech.stream) if finish else ""

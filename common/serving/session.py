@@ -112,11 +112,6 @@ class Work:
     guide: Any = None  # how far the answer has come in its grammar
 
     @property
-    def is_guided(self) -> bool:
-        """Whether the next token must fit a grammar."""
-        return self.guide is not None
-
-    @property
     def left(self) -> int:
         """How many prompt tokens are not read yet."""
         return len(self.tokens) - self.cached

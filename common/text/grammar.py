@@ -117,6 +117,11 @@ def value_in_xml(schema: Mapping[str, Any], strict: bool) -> str:
     return "value"
 
 
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """The grammar of JSON that fits a schema."""
+    return json.dumps(dict(grammars=[dict(json_schema={**schema, "x-guidance": STYLE})]))
+
+
 def as_json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': STYLE})}"
 
