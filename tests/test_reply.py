@@ -213,6 +213,13 @@ def test_thoughts_are_an_analysis_whoever_opens_them(kind):
     assert shown == [(FINAL, "ab" if kind == "special" else "<think>a</think>b")]
 
 
+def test_a_token_may_hold_a_mark_and_text_beside_it():
+    tok = bytes_tokenizer(("<eos>",), (">\n4", "b</think>c", "<think>d"), THINKS, "<eos>")
+    assert heard(tok, "Hi", "<think>a</think>\n45") == [("analysis", "a"), (FINAL, "45")]
+    assert heard(tok, "Hi", "<think>d</think>\n4") == [("analysis", "d"), (FINAL, "4")]
+    assert heard(tok, "Hi", "<think>ab</think>cd") == [("analysis", "ab"), (FINAL, "cd")]
+
+
 def test_a_stop_text_ends_the_answer_and_not_the_thoughts():
     tok, reply = thinker("added"), "<think>a END b</think>\n\nc END d"
     assert heard(tok, "Hi", reply, ["END"]) == [("analysis", "a END b"), (FINAL, "c ")]

@@ -8,6 +8,7 @@ rest is text. Only marks and white space beside a call are dropped.
 """
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -67,6 +68,7 @@ FORMATS = dict(
 )  # fmt: skip
 # What an object that is a call may begin with, if not as its format says.
 KEYS = ("name", "type", "id", "function", "arguments", "parameters")
+ENDS = dict(json="}", xml="</function>", python="]")  # what the last of a call ends with
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
 KINDS |= {dict: "object", type(None): "null"}
 
@@ -86,6 +88,7 @@ class Calls(NamedTuple):
     tools: Mapping[str, Mapping[str, Any]]  # by name, as `functions` returns them
     step: Callable[["Calls", bool], "Step"]
     held: str = ""  # text that is not certain yet
+    tried: int = 0  # characters of it in which no call ends
     made: int = 0  # calls so far
     plain: bool = False  # there was content other than white space
     depth: int = 0  # of brackets that are open in the arguments
@@ -104,6 +107,7 @@ class Found(NamedTuple):
     open: bool = False  # the arguments of the call are the beginning of `rest`
 
 
+SPACE = re.compile(r"\s*")
 MORE = Found([])  # whether there is a call is not certain yet
 
 
@@ -153,7 +157,7 @@ def push(calls: Calls, text: str, channel: str = FINAL) -> tuple[Calls, list[Pie
         text = header + text if channel.startswith(CALLED) else text
         calls = calls._replace(held="", made=made, plain=True, channel=channel, step=in_text)
     calls, pieces = advance(calls._replace(held=calls.held + text), False)
-    return calls, before + pieces
+    return calls._replace(tried=len(calls.held)), before + pieces
 
 
 def finish(calls: Calls) -> list[Piece]:
@@ -202,7 +206,7 @@ def in_text(calls: Calls, is_last: bool) -> Step:
         return None
     step, plain = (in_call if found else in_text), calls.plain or at > 0
     pieces = [Piece(held[:at])] if at else []
-    return calls._replace(held=held[at:], step=step, plain=plain), pieces
+    return calls._replace(held=held[at:], step=step, plain=plain, tried=0), pieces
 
 
 def in_call(calls: Calls, is_last: bool) -> Step:
@@ -264,21 +268,24 @@ def read(calls: Calls, body: str) -> Found | None:
     form = calls.format
     if is_bare(form):  # Llama 4 may be told to write JSON, and write Python
         form = FORMATS["pythonic" if body.startswith("[") else "llama_json"]
-        if form.args == "python":
-            return read_python(calls, body)
+    end, since = ENDS[form.args], calls.tried + len(body) - len(calls.held)
+    found = re.compile(re.escape(end)).finditer(body, max(0, since - len(end) + 1))
+    ends = [x.end() for x in found]
+    if form.args == "python":
+        return read_python(calls, body, ends)
     head = match(form, calls, body)
     if form.args == "xml":
-        return read_xml(calls, head) if head and head is not MORE else head
+        return read_xml(calls, head, bool(ends)) if head and head is not MORE else head
     if head and head is not MORE and not re.match(r'\{\s*["}]', head.rest):
         head = MORE if re.fullmatch(r"(\{\s*)?", head.rest) else None
-    return read_object(calls, body) if head is None and body.startswith("{") else head
+    return read_object(calls, body, bool(ends)) if head is None and body.startswith("{") else head
 
 
 def match(form: Format, calls: Calls, body: str) -> Found | None:
     """Reads a call up to its arguments."""
     name, at = "", 0
     for word in marks(form)[2]:
-        at = len(body) - len(body[at:].lstrip())
+        at = SPACE.match(body, at).end()  # type: ignore[union-attr]
         if word in ("NAME", "INDEX"):
             found = re.compile(r"[\w.-]*" if word == "NAME" else r"\d*").match(body, at)
             assert found is not None
@@ -292,29 +299,31 @@ def match(form: Format, calls: Calls, body: str) -> Found | None:
     return Found([(name, "")], body[at:].lstrip(), open=True)
 
 
-def read_object(calls: Calls, body: str) -> Found | None:
+def read_object(calls: Calls, body: str, may_end: bool) -> Found | None:
     """A call that is an object of JSON, whatever the order of its keys."""
-    first = re.match(r'\{\s*(?:"(\w+)"|[^"\s])', body)
+    first, value, at = re.match(r'\{\s*(?:"(\w+)"|[^"\s])', body), None, len(body)
     if first and first[1] not in KEYS:
         return None
-    try:
-        value, end = json.JSONDecoder(strict=False).raw_decode(body)
-        value = value["function"] if isinstance(value.get("function"), dict) else value
-        args = value.get("arguments", value.get("parameters")) or {}
-        args = json.loads(args) if isinstance(args, str) else args
-        made = json.dumps(args, allow_nan=False)
-    except (ValueError, RecursionError):
-        is_over = any(mark in body for mark in marks(calls.format)[1] if mark.startswith("</"))
-        return None if is_over else MORE
-    name = value.get("name")
-    if not isinstance(name, str) or name not in calls.tools or not isinstance(args, dict):
+    with contextlib.suppress(ValueError, RecursionError):
+        value, at = json.JSONDecoder(strict=False).raw_decode(body) if may_end else (None, at)
+    if any(mark in body[:at] for mark in marks(calls.format)[1] if mark.startswith("</")):
         return None
-    return Found([(name, made)], body[end:])
+    if value is None:
+        return MORE
+    value = value["function"] if isinstance(value.get("function"), dict) else value
+    args, name = value.get("arguments", value.get("parameters")) or {}, value.get("name")
+    try:
+        args = json.loads(args) if isinstance(args, str) else args
+        made = [(name, json.dumps(args, allow_nan=False))]
+    except (ValueError, RecursionError):
+        return None
+    fits = isinstance(name, str) and name in calls.tools and isinstance(args, dict)
+    return Found(made, body[at:]) if fits else None
 
 
-def read_xml(calls: Calls, head: Found) -> Found | None:
+def read_xml(calls: Calls, head: Found, may_end: bool) -> Found | None:
     (name, _), body, at, args = head.calls[0], head.rest, 0, dict[str, Any]()
-    if "</function>" not in body:
+    if not may_end:
         return MORE
     schema = calls.tools[name].get("parameters") or {}
     parameter = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
@@ -354,12 +363,12 @@ def typed(text: str, kinds: set[str]) -> Any:
     return text
 
 
-def read_python(calls: Calls, body: str) -> Found | None:
+def read_python(calls: Calls, body: str, ends: list[int]) -> Found | None:
     """A list of calls in Python, whose arguments are literals of Python or of JSON."""
     name = re.match(r"\[\s*([\w.-]*)\s*(\S?)", body)
     if name and name[2] and not (name[1] in calls.tools and name[2] == "("):
         return None
-    for end in (found.end() for found in re.finditer(r"\]", body)):
+    for end in (at for at in ends if body[: at - 1].rstrip().endswith((")", ","))):
         try:
             tree = ast.parse(body[:end], mode="eval").body
         except (ValueError, SyntaxError, RecursionError, MemoryError):
