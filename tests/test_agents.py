@@ -17,7 +17,7 @@ from test_server import model, running
 from common.server.answers import Completion
 from common.server.fields import Refused
 from common.server.http import begin
-from common.server.protocol import ask, served_by
+from common.server.protocol import Served, ask
 from common.server.responses import as_chat
 from common.serving.session import Event, start_session
 from common.text.reply import ANALYSIS
@@ -68,7 +68,7 @@ def client(tmp_path_factory):
 @functools.cache
 def served():
     tok = model().tokenizer._replace(chat_template=TEMPLATE)
-    return served_by(start_session(model()._replace(tokenizer=tok), 4, 512, logprobs=True), "m", 9)
+    return Served(start_session(model()._replace(tokenizer=tok), 4, 512, logprobs=True), "m", 9)
 
 
 def check_calls(calls):

@@ -26,8 +26,8 @@ from engine import ENVIRONMENT, ROOT
 from common.command import cli
 from common.server.answers import Choice, scores_of_text, spelled
 from common.server.fields import FIELDS, UNSUPPORTED
-from common.server.http import Guard, body_of, complain, names_of
-from common.server.protocol import ask, served_by
+from common.server.http import Desk, Guard, body_of, names_of
+from common.server.protocol import Served, ask
 from common.serving.load import load, open_model
 from common.serving.serve import complete, serve
 from common.serving.session import Request, Score, start_session
@@ -200,7 +200,7 @@ def test_what_a_request_does_not_say_is_what_the_checkpoint_recommends(
     shutil.copytree(chat_model, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
     model = open_model(llama3, str(tmp_path), mesh=make_mesh())
-    served = served_by(SimpleNamespace(model=model, capacity=64, logprobs=False), "model", 8)
+    served = Served(SimpleNamespace(model=model, capacity=64, logprobs=False), "model", 8)
     for kind, what in ("text", dict(prompt="a")), ("chat", dict(messages=USER)):
         (request,) = ask(served, kind, what | asked).requests
         assert (request.temperature, request.top_k, request.top_p, request.min_p) == settings
@@ -560,7 +560,7 @@ def test_values_that_change_nothing_are_accepted(server):
 
 
 def test_a_stop_text_that_is_a_special_token_is_a_stop_id():
-    served = served_by(start_session(model(), 4, 512), "model", 9)
+    served = Served(start_session(model(), 4, 512), "model", 9)
     (request,) = ask(served, "text", dict(prompt="a", stop=["<|begin_of_text|>", "x"])).requests
     assert {*request.stop_ids} == model().tokenizer.stop_ids | {model().tokenizer.bos_id}
 
@@ -756,8 +756,10 @@ def test_a_client_that_leaves_its_reply_unread_takes_no_place(chat_model):
 
 
 def test_what_the_event_loop_cannot_do_is_told_in_one_line(capsys):
-    complain(None, dict(message="no more files", exception=OSError("A secret")))
-    assert capsys.readouterr().err == "[the server's connections: no more files]\n"
+    desk = Desk(SimpleNamespace(slots=1), SimpleNamespace(queue=1, grace=1))
+    desk.loop.call_exception_handler(dict(message="no more files", exception=OSError("A secret")))
+    desk.loop.close()
+    assert capsys.readouterr().err == "[no more files]\n"
 
 
 def test_a_host_may_have_the_name_that_was_given():

@@ -34,7 +34,7 @@ from starlette.routing import Route
 
 from common.server.answers import Completion
 from common.server.fields import Refused, read_json
-from common.server.protocol import Served, ask, served_by
+from common.server.protocol import Served, ask
 from common.server.responses import Reply, as_chat
 from common.serving.serve import cancel, is_busy, serve, step, submit
 from common.serving.session import PROBE, PROMPT_CHUNK, Event, Request, Session, Stats
@@ -75,7 +75,8 @@ class Desk:
         self.places = dict[int, tuple[Answer, int]]()  # by number of the request
         self.deadline = math.inf  # when a server that is to stop gives up what still runs
         self.loop = asyncio.new_event_loop()
-        self.loop.set_exception_handler(complain)
+        # No text that a client has sent.
+        self.loop.set_exception_handler(lambda _, x: print(f"[{x['message']}]", file=sys.stderr))
 
     # of the event loop
 
@@ -202,7 +203,7 @@ class Api:
 
     def __init__(self, desk: Desk, name: str, tool_format: str | None):
         self.desk, self.created = desk, int(time.time())
-        self.served = served_by(desk.session, name, desk.most, tool_format)
+        self.served = Served(desk.session, name, desk.most, tool_format)
 
     async def complete(self, call: Call, kind: str) -> Response:
         self.desk.check_room(1)  # before a long text is encoded
@@ -285,11 +286,6 @@ class Guard:
         if self.key and not open_to_all and not (is_right and scheme.lower() == "bearer"):
             return Refused("the API key is missing or wrong", status=401)
         return None
-
-
-def complain(_: Any, context: dict[str, Any]) -> None:
-    """Writes what the event loop cannot do, without any text that a client has sent."""
-    sys.stderr.write(f"[the server's connections: {context['message']}]\n")
 
 
 def refusal_of(error: Exception) -> Refused:

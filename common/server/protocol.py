@@ -18,28 +18,20 @@ from common.serving.session import Request, Session, check_request
 from common.text import tools as formats
 from common.text.chat import encode_chat, end_of_turn, thinking_options
 from common.text.grammar import behind_thoughts, grammar_of, json_grammar
-from common.text.tokenizer import Tokenizer, encode
+from common.text.tokenizer import encode
 
 RESERVED = {"tok", "messages", "tools", "add_generation_prompt"}  # which no variable may replace
 
 
-class Served(NamedTuple):
-    """What is served."""
+class Served:
+    """What is served: a session, under a name, to so many requests at once."""
 
-    session: Session
-    name: str  # of the model
-    most: int  # requests that may be open at once
-    tok: Tokenizer
-    longest: int  # characters of the longest token
-    tool_format: str | None  # in which the model writes calls
-
-
-def served_by(session: Session, name: str, most: int, tool_format: str | None = None) -> Served:
-    tok = session.model.tokenizer
-    assert tok is not None
-    longest = max(map(len, tok.backend.get_vocab()))
-    tool_format = tool_format or formats.format_of(tok.chat_template)
-    return Served(session, name, most, tok, longest, tool_format)
+    def __init__(self, session: Session, name: str, most: int, tool_format: str | None = None):
+        tok = session.model.tokenizer
+        assert tok is not None
+        self.session, self.name, self.most, self.tok = session, name, most, tok
+        self.longest = max(map(len, tok.backend.get_vocab()))  # characters of a token
+        self.tool_format = tool_format or formats.format_of(tok.chat_template)
 
 
 def calls_of(
@@ -47,9 +39,9 @@ def calls_of(
 ) -> tuple[formats.Calls | None, str | None]:
     """How calls in a reply are read, and the grammar that they must fit. If `exact`, the grammar
     allows calls alone."""
-    if not tools and choice in ("none", "auto"):
-        return None, None
     if not tools:
+        if choice in ("none", "auto"):
+            return None, None
         raise Refused("tool_choice asks for a call, and there are no tools", "tool_choice")
     if (form := served.tool_format) is None:
         raise Refused("it is not known how this model writes calls: see --tool-format", "tools")
