@@ -16,8 +16,9 @@ from test_server import model, running
 
 from common.server.answers import Completion
 from common.server.fields import Refused
-from common.server.protocol import ask, served_by
-from common.server.responses import as_chat, ask_response
+from common.server.http import begin
+from common.server.protocol import Served, ask
+from common.server.responses import as_chat
 from common.serving.session import Event, start_session
 from common.text.reply import ANALYSIS
 
@@ -67,7 +68,7 @@ def client(tmp_path_factory):
 @functools.cache
 def served():
     tok = model().tokenizer._replace(chat_template=TEMPLATE)
-    return served_by(start_session(model()._replace(tokenizer=tok), 4, 512, logprobs=True), "m", 9)
+    return Served(start_session(model()._replace(tokenizer=tok), 4, 512, logprobs=True), "m", 9)
 
 
 def check_calls(calls):
@@ -269,7 +270,7 @@ FLAT = [dict(type="function", strict=False, **FUNCTION), dict(type="function", n
 
 def test_the_events_of_a_response_come_in_order():
     body = dict(input="How is it?", tools=FLAT, stream=True)
-    _, reply = ask_response(served(), body)
+    reply = begin(served(), "responses", body)
     text = reply.first() + "".join(reply.add(0, event) for event in SAID) + reply.last()
     events = [json.loads(part.split("data: ")[1]) for part in text.split("\n\n")[:-1]]
     read = TypeAdapter(openai.types.responses.ResponseStreamEvent).validate_python
@@ -336,7 +337,7 @@ def test_a_response_calls_a_tool_and_goes_on(client):
 )
 def test_what_a_response_cannot_have_is_refused_by_name(more, told):
     with pytest.raises(Refused) as error:
-        ask_response(served(), dict(input="a") | more)
+        begin(served(), "responses", dict(input="a") | more)
     assert told in str(error.value)
 
 

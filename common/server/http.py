@@ -29,45 +29,40 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Call
-from starlette.responses import (
-    FileResponse,
-    JSONResponse,
-    PlainTextResponse,
-    Response,
-    StreamingResponse,
-)
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from common.server.answers import Completion
 from common.server.fields import Refused, read_json
-from common.server.protocol import Asked, Served, ask, served_by
-from common.server.responses import Reply, ask_response
+from common.server.protocol import Served, ask
+from common.server.responses import Reply, as_chat
 from common.serving.serve import cancel, is_busy, serve, step, submit
 from common.serving.session import PROBE, PROMPT_CHUNK, Event, Request, Session, Stats
 
 BODY = 16 << 20  # bytes of a request
 BACKLOG = 4096  # events that a client may leave unread
-STALLED = 60.0  # seconds in which a client must take some of a reply that has ended
 WAITING = 128  # connections that may wait to be accepted
 QUIET = 5.0  # seconds; a stream that has nothing to send sends a comment as often
 IDLE = 75  # seconds that a connection stays open; proxies close theirs after 60
+UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # which proxies read
 
 
 class Answer:
     """The events of one HTTP request's choices, as the event loop gets them."""
 
     def __init__(self, requests: Sequence[Request]):
-        self.requests, self.task = requests, asyncio.current_task()
-        self.events = asyncio.Queue[tuple[int, Event] | Exception | None]()
-        self.numbers = list[int]()  # of its requests in the session, whose thread has them
+        self.requests, self.task = requests, asyncio.current_task()  # which answers the request
+        self.events = asyncio.Queue[tuple[int, Event] | Exception]()
         self.left = len(requests)  # requests that have not ended
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event] | None]:
-        """Yields the choice and the event, until all choices have ended; None now and then."""
-        while self.left or not self.events.empty():
-            if isinstance(item := await self.events.get(), Exception):
-                raise item
-            yield item
+    async def next(self) -> tuple[int, Event] | None:
+        """The next choice and event; None if nothing comes for a while."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(QUIET):
+                if isinstance(item := await self.events.get(), Exception):
+                    raise item
+                return item
+        return None
 
 
 class Desk:
@@ -80,8 +75,8 @@ class Desk:
         self.places = dict[int, tuple[Answer, int]]()  # by number of the request
         self.deadline = math.inf  # when a server that is to stop gives up what still runs
         self.loop = asyncio.new_event_loop()
-        self.loop.set_exception_handler(self.complain)
-        self.complained = -math.inf
+        # No text that a client has sent.
+        self.loop.set_exception_handler(lambda _, x: print(f"[{x['message']}]", file=sys.stderr))
 
     # of the event loop
 
@@ -97,6 +92,8 @@ class Desk:
         answer = Answer(requests)
         self.open.add(answer)
         self.inbox.put(partial(self.submit, answer))
+        if answer.task:  # it also ends if its client goes away
+            answer.task.add_done_callback(lambda _: self.leave(answer))
         return answer
 
     def leave(self, answer: Answer) -> None:
@@ -108,34 +105,8 @@ class Desk:
         for answer, item in events:
             answer.events.put_nowait(item)
             answer.left -= isinstance(item, tuple) and item[1].finish is not None
-            if not answer.left:
-                self.loop.call_later(STALLED, self.drop_if_stalled, answer, answer.events.qsize())
             if answer.events.qsize() > BACKLOG and answer.task:
                 answer.task.cancel()  # its client does not read
-
-    def beat(self) -> None:
-        """Wakes streams that wait, so that they can say that they are alive."""
-        for answer in self.open:
-            if answer.left and answer.events.empty():
-                answer.events.put_nowait(None)
-        self.loop.call_later(QUIET, self.beat)
-
-    def drop_if_stalled(self, answer: Answer, waited: int) -> None:
-        """Gives up an answer that has ended, if its client took nothing of it since `waited` events
-        waited."""
-        if answer not in self.open or answer.task is None:
-            return
-        if (waits := answer.events.qsize()) == waited:
-            answer.task.cancel()
-        else:
-            self.loop.call_later(STALLED, self.drop_if_stalled, answer, waits)
-
-    def complain(self, _: Any, context: dict[str, Any]) -> None:
-        """Writes what the event loop cannot do, at most once a minute."""
-        if time.monotonic() > self.complained + 60:
-            self.complained = time.monotonic()
-            error = context.get("exception") or ""
-            sys.stderr.write(f"[the server's connections: {context['message']} {error}]\n")
 
     def fail(self, error: Exception) -> None:
         self.deliver([(answer, error) for answer in self.open])
@@ -144,14 +115,12 @@ class Desk:
 
     def submit(self, answer: Answer) -> None:
         for i, request in enumerate(answer.requests):
-            number = submit(self.session, request)
-            answer.numbers.append(number)
-            self.places[number] = answer, i
+            self.places[submit(self.session, request)] = answer, i
 
     def cancel(self, answer: Answer) -> None:
-        for number in answer.numbers:
-            if self.places.pop(number, None):
-                cancel(self.session, number)
+        for number in [n for n, (other, _) in self.places.items() if other is answer]:
+            del self.places[number]
+            cancel(self.session, number)
 
     def stop(self, *_: Any) -> None:
         """Handles a signal; a second one ends the process at once."""
@@ -160,18 +129,13 @@ class Desk:
             signal.signal(number, signal.default_int_handler)
         self.inbox.put(lambda: None)
 
-    def call(self, function: Callable[..., None], *args: Any) -> None:
-        """Calls a function on the event loop."""
-        with contextlib.suppress(RuntimeError):  # it has ended
-            self.loop.call_soon_threadsafe(function, *args)
-
     def receive(self) -> None:
         """Does what has arrived, and waits for it if there is nothing else to do."""
-        rest = self.deadline - time.monotonic()
-        left = 0.0 if is_busy(self.session) else min(rest, 3600.0)  # a queue waits for no infinity
+        left = min(self.deadline - time.monotonic(), 3600.0)  # a queue waits for no infinity
+        left = 0.0 if is_busy(self.session) else max(left, 0.0)
         with contextlib.suppress(queue.Empty):
             while True:
-                self.inbox.get(timeout=max(left, 0.0))()
+                self.inbox.get(timeout=left)()
                 left = 0.0
 
     def run(self) -> None:
@@ -187,7 +151,7 @@ class Desk:
                 if event.finish:
                     self.places.pop(event.request, None)
             if told:
-                self.call(self.deliver, told)
+                self.loop.call_soon_threadsafe(self.deliver, told)
 
 
 async def body_of(call: Call) -> Any:
@@ -207,47 +171,30 @@ async def watch(call: Call, answer: Answer) -> None:
     answer.events.put_nowait(Refused("the client has gone", status=499))
 
 
-UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # which proxies read
-
-
-class Stream(StreamingResponse):
-    """Calls `at_end` whatever ends it, also if its client goes away."""
-
-    def __init__(self, lines: AsyncIterator[str], at_end: Callable[[], None]):
-        super().__init__(lines, media_type="text/event-stream", headers=UNBUFFERED)
-        self.at_end = at_end
-
-    async def __call__(self, *args: Any) -> None:
-        try:
-            await super().__call__(*args)
-        finally:
-            self.at_end()
-
-
-def begin(served: Served, kind: str, body: Any) -> tuple[Asked, Completion | Reply]:
+def begin(served: Served, kind: str, body: Any) -> Completion | Reply:
     """Reads a request, and begins the answer to it."""
     if kind == "responses":
-        return ask_response(served, body)
-    asked = ask(served, kind, body)
-    return asked, Completion(served, asked)
+        return Reply(served, ask(served, "chat", as_chat(body)), body)
+    return Completion(served, ask(served, kind, body))
 
 
-async def stream(told: Completion | Reply, answer: Answer) -> AsyncIterator[str]:
-    """What is sent of an answer as it comes."""
+async def follow(told: Completion | Reply, answer: Answer) -> AsyncIterator[str]:
+    """Adds the events to what is told, and yields what a stream sends of it."""
     sent = time.monotonic()
     try:
         yield told.first()
-        async for item in answer:
+        while not all(choice.finish for choice in told.choices):
+            item = await answer.next()
             lines = told.add(*item) if item else ""
             if not lines and time.monotonic() > sent + QUIET / 2:
                 lines = ": nothing to send yet\n\n"
             if lines:
                 yield lines
                 sent = time.monotonic()
-            if all(choice.finish for choice in told.choices):
-                break
         yield told.last()
     except Exception as error:
+        if not told.asked.given.get("stream"):
+            raise
         yield told.failed(refusal_of(error))
 
 
@@ -256,36 +203,32 @@ class Api:
 
     def __init__(self, desk: Desk, name: str, tool_format: str | None):
         self.desk, self.created = desk, int(time.time())
-        self.served = served_by(desk.session, name, desk.most, tool_format)
+        self.served = Served(desk.session, name, desk.most, tool_format)
 
     async def complete(self, call: Call, kind: str) -> Response:
         self.desk.check_room(1)  # before a long text is encoded
         body = await body_of(call)
-        asked, told = await asyncio.to_thread(begin, self.served, kind, body)
-        answer = self.desk.enter(asked.requests)
-        if asked.stream:
-            return Stream(stream(told, answer), partial(self.desk.leave, answer))
+        told = await asyncio.to_thread(begin, self.served, kind, body)
+        answer = self.desk.enter(told.asked.requests)
+        if told.asked.given.get("stream"):
+            lines = follow(told, answer)
+            return StreamingResponse(lines, media_type="text/event-stream", headers=UNBUFFERED)
         watcher = asyncio.create_task(watch(call, answer))
         try:
-            async for item in answer:
-                if item is not None:
-                    told.add(*item)
-                if all(choice.finish for choice in told.choices):
-                    break
+            async for _ in follow(told, answer):
+                pass
         finally:
             watcher.cancel()
-            self.desk.leave(answer)
         return JSONResponse(told.whole())
 
     async def models(self, call: Call) -> Response:
-        name = self.served.name
-        if (asked := call.path_params.get("name", name)) != name:
-            what = f"the model here is {name}, not {asked[:80]}"
+        served, name = self.served, call.path_params.get("name")
+        if name not in (None, served.name):
+            what = f"the model here is {served.name}, not {name[:80]}"
             raise Refused(what, "model", 404, "model_not_found")
-        model = dict(id=name, object="model", created=self.created, owned_by="folio")
-        model |= dict(max_model_len=self.desk.session.capacity)
-        is_one = "name" in call.path_params
-        return JSONResponse(model if is_one else dict(object="list", data=[model]))
+        model = dict(id=served.name, object="model", created=self.created, owned_by="folio")
+        model |= dict(max_model_len=served.session.capacity)
+        return JSONResponse(model if name else dict(object="list", data=[model]))
 
     async def health(self, call: Call) -> Response:
         stopping = self.desk.deadline < math.inf
@@ -298,7 +241,7 @@ class Api:
         kinds["running_requests"] = "gauge", len(s.running)
         kinds |= {name + "_total": ("counter", value) for name, value in vars(s.stats).items()}
         lines = [f"# TYPE folio_{k} {kind}\nfolio_{k} {x}\n" for k, (kind, x) in kinds.items()]
-        return PlainTextResponse("".join(lines))
+        return Response("".join(lines), media_type="text/plain")
 
     def routes(self) -> list[Route]:
         return [
@@ -421,25 +364,24 @@ def serve_http(session: Session, args: argparse.Namespace, listener: socket.sock
     middleware = [cors, guard] if origins else [guard]
     errors = dict.fromkeys((Refused, HTTPException, Exception), refuse)
     app = Starlette(False, Api(desk, name, args.tool_format).routes(), middleware, errors)
-    quiet: Any = dict(
-        log_level="critical", lifespan="off", backlog=WAITING, timeout_keep_alive=IDLE
-    )
-    server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=5, **quiet))
+    quiet: Any = dict(log_level="critical", lifespan="off", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(app, backlog=WAITING, timeout_keep_alive=IDLE, **quiet)
+    server = uvicorn.Server(config)
     run = partial(desk.loop.run_until_complete, server.serve([listener]))
+    tell = desk.loop.call_soon_threadsafe
     thread = threading.Thread(target=run, daemon=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, desk.stop)
-    desk.loop.call_soon(desk.beat)
     thread.start()
     host, port, *_ = listener.getsockname()
     host = f"[{host}]" if ":" in host else host
     sys.stderr.write(f"[serving {name} at http://{host}:{port}; Ctrl-C ends it]\n")
     try:
         desk.run()
-        desk.call(desk.fail, Refused("the server has stopped", status=503))
+        tell(desk.fail, Refused("the server has stopped", status=503))
     except Exception as error:
         desk.deadline = 0.0
-        desk.call(desk.fail, Refused("the engine has failed", status=500))
+        tell(desk.fail, Refused("the engine has failed", status=500))
         raise RuntimeError("the engine has failed") from error
     except KeyboardInterrupt:  # a second signal
         server.force_exit = True
