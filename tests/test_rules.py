@@ -40,7 +40,7 @@ SCHEMA = {
     "required": ["name", "kind", "list"],
     "additionalProperties": False,
 }
-LARK = 'start: item ("," item)* "."\nitem: "a" | "b" | "(" item ")"'
+LARK = 'start: item ("," item)*\nitem: "a" | "b" | "(" item ")"'
 CLOCK = r"[0-9]{2}:[0-5][0-9] (am|pm)"
 GRAMMARS = [
     LLMatcher.grammar_from_json_schema(SCHEMA, defaults=dict(whitespace_flexible=False)),
@@ -200,8 +200,8 @@ RULED = [
     "axes, options",
     [
         ("", {}),
-        ("data=2,tensor=2", {}),
-        ("", dict(draft="lookup")),
+        ("data=2,tensor=2", dict(draft="lookup")),
+        ("data=2,expert=2", {}),
         ("tensor=4", dict(logprobs=True)),
     ],
 )
@@ -316,6 +316,17 @@ def test_where_nobody_asks_the_steps_are_those_of_the_model_file(monkeypatch):
     assert session.seen_BV is None
     answers(session, [Request([1, 2], 3, presence_penalty=1.0)])
     assert session.seen_BV.shape == (4, 131)
+
+
+def test_a_text_ends_where_its_grammar_ends_or_may_end_and_the_model_ends():
+    session = start_session(model_of(), 4, 64, "float32")
+    clock, items = (Request([1, 2], 50, grammar=grammar) for grammar in GRAMMARS[:0:-1])
+    many = [items._replace(temperature=2.0, seed=seed, stop_ids={95}) for seed in range(12)]
+    (text, finish, tokens), *others = answers(session, [clock, *many])
+    assert (finish, len(tokens)) == ("stop", 8) and VALID[2](text)
+    ended = [(text, tokens) for text, finish, tokens in others if finish == "stop"]
+    assert len(ended) > 6 and all(tokens[-1] == 95 for _, tokens in ended)
+    assert all(VALID[1](text) for text, _ in ended)
 
 
 def test_a_grammar_that_fails_ends_its_own_reply(monkeypatch):
