@@ -340,9 +340,9 @@ def test_text_comes_at_once_then_the_name_then_the_arguments():
 
 
 def test_what_can_be_no_call_is_given_out_before_the_end():
-    broken = '<tool_call>{"name": "f", "arguments": [</tool_call>'
     for format, text, out in (
-        ("hermes", broken, broken), ("hermes", '<tool_call>{"name": "g"', ""),
+        ("hermes", "<tool_call> no", "<tool_call> no"), ("hermes", '<tool_call>{"name": "g"', ""),
+        ("hermes", '<tool_call>{"name": "g"}', '<tool_call>{"name": "g"}'),
         ("llama_json", '{"n', ""), ("llama_json", '{"n": 4', '{"n": 4'),
         ("pythonic", "[f", ""), ("pythonic", "[f,", "[f,"), ("kimi", "a <", "a"),
     ):  # fmt: skip

@@ -36,6 +36,13 @@ FINAL, ANALYSIS, CALLED = "final", "analysis", "functions."  # a call's channel 
 BEGIN, OPENED, THINKING, CLOSED = "begin", "opened", "thinking", "closed"
 
 
+def nearly(text: str, **words: str) -> str:
+    """A pattern for a text and, at the end of what is searched, for what may become it. Words in
+    `words` stand for patterns. White space may stand between all characters."""
+    parts = re.findall("|".join([*words, r"\S"]), text)
+    return "".join(rf"\s*(?:{words.get(x, re.escape(x))}|\Z)" for x in parts)
+
+
 class ParserState(NamedTuple):
     """How far the parser of a reply has come in its messages."""
 
