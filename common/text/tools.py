@@ -109,7 +109,7 @@ def functions(tools: Tools, what: str = "tools") -> dict[str, Mapping[str, Any]]
             raise ValueError(f"{what} must be a list of {form}; a name has no other characters "
                              "than letters, digits, '_', '.' and '-'")  # fmt: skip
         try:
-            for schema in properties(function).values():
+            for schema in ((function.get("parameters") or {}).get("properties") or {}).values():
                 allows(schema, "string")
         except (AttributeError, TypeError):
             raise ValueError(f"the parameters of {name!r} must be a schema of an object") from None
@@ -117,15 +117,14 @@ def functions(tools: Tools, what: str = "tools") -> dict[str, Mapping[str, Any]]
     return found
 
 
-def properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schemas of a function's parameters."""
-    return (function.get("parameters") or {}).get("properties") or {}
+def values_of(schema: Mapping[str, Any]) -> list[Any]:
+    """The values to which a schema holds, if it lists them."""
+    return schema.get("enum", [schema["const"]] if "const" in schema else [])
 
 
 def allows(schema: Mapping[str, Any], kind: str) -> bool:
     """Whether a value may be a "string", or be "null". A schema that does not say allows both."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    some = [x is None if kind == "null" else isinstance(x, str) for x in values]
+    some = [x is None if kind == "null" else isinstance(x, str) for x in values_of(schema)]
     some += [allows(x, kind) for key in ("anyOf", "oneOf") for x in schema.get(key, [])]
     unsaid = "" if {"$ref", "allOf"} & {*schema} else kind
     return any(some) if some else kind in schema.get("type", unsaid)
@@ -278,7 +277,7 @@ def read_xml(text: str, tools: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     parameter = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
     if not body.endswith("</function>") or parameter.sub("", body).strip() != "</function>":
         raise ValueError("not one parameter after another")
-    schemas = properties(tools[name.strip()])
+    schemas = (tools[name.strip()].get("parameters") or {}).get("properties") or {}
     return [(name.strip(), {k: meant(x, schemas.get(k, {})) for k, x in parameter.findall(body)})]
 
 
