@@ -109,12 +109,16 @@ def functions(tools: Tools, what: str = "tools") -> dict[str, Mapping[str, Any]]
             raise ValueError(f"{what} must be a list of {form}; a name has no other characters "
                              "than letters, digits, '_', '.' and '-'")  # fmt: skip
         try:
-            for schema in ((function.get("parameters") or {}).get("properties") or {}).values():
+            for schema in properties(function).values():
                 allows(schema, "string")
         except (AttributeError, TypeError):
             raise ValueError(f"the parameters of {name!r} must be a schema of an object") from None
         found[name] = function
     return found
+
+
+def properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (function.get("parameters") or {}).get("properties") or {}
 
 
 def values_of(schema: Mapping[str, Any]) -> list[Any]:
@@ -244,10 +248,10 @@ def in_whole(calls: Calls, is_last: bool) -> Step:
             made = read(held[: found.end()], calls.tools)
             if not all(name in calls.tools and isinstance(args, dict) for name, args in made):
                 break
-            texts = [(name, json.dumps(args, allow_nan=False)) for name, args in made]
-            pieces = [Piece(text, calls.made + i, name) for i, (name, text) in enumerate(texts)]
-            rest, count = held[found.end() :], calls.made + len(made)
-            return calls._replace(held=rest, state="tail", made=count), pieces
+            texts, count = [json.dumps(args, allow_nan=False) for _, args in made], calls.made
+            pieces = [Piece(texts[i], count + i, name) for i, (name, _) in enumerate(made)]
+            calls = calls._replace(held=held[found.end() :], state="tail", made=count + len(made))
+            return calls, pieces
     else:
         if not is_last:
             return None
@@ -277,7 +281,7 @@ def read_xml(text: str, tools: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     parameter = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
     if not body.endswith("</function>") or parameter.sub("", body).strip() != "</function>":
         raise ValueError("not one parameter after another")
-    schemas = (tools[name.strip()].get("parameters") or {}).get("properties") or {}
+    schemas = properties(tools[name.strip()])
     return [(name.strip(), {k: meant(x, schemas.get(k, {})) for k, x in parameter.findall(body)})]
 
 
