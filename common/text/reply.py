@@ -147,13 +147,13 @@ def think(speech: Speech, text: str) -> tuple[Speech, str]:
     marks, and the newlines that templates write around them, are no text."""
     marks = speech.marks
     while marks:
-        first = r"\A" if len(marks) == 2 else ""
+        first = r"\A" if len(marks) == 2 else r"(?<!\s)"
         found = re.search(rf"{first}{nearly(marks[0])}\n*", text)
         if found is None:  # the reply does not begin with thoughts
             marks = ()
         elif found.start() > 0 or found.end() == len(text):
             stream = speech.stream._replace(tail=text[found.start() :])
-            channel = FINAL if first else ANALYSIS
+            channel = FINAL if len(marks) == 2 else ANALYSIS
             speech = speech._replace(stream=stream, channel=channel, marks=marks)
             return speech, text[: found.start()]
         else:

@@ -190,7 +190,8 @@ def heads(form: Format, names: tuple[str, ...], at_start: bool) -> re.Pattern[st
         kinds.append(rf"\s*\[\s*(?:(?P<python>(?:{name})\s*\()|[\w.-]*\s*\Z)")
     starts = [nearly(mark) for mark in (form.begin, *form.also) if mark]
     starts += [""] if form.call.startswith("<") else [r"\A"] if bare and at_start else []
-    return re.compile(f"(?:{'|'.join(starts)})(?:{'|'.join(kinds)})")
+    # No match begins amid white space: without that, much of it would take quadratic time.
+    return re.compile(rf"(?<!\s)(?:{'|'.join(starts)})(?:{'|'.join(kinds)})")
 
 
 @lru_cache
