@@ -15,6 +15,7 @@ import transformers
 from compare import refused
 from hypothesis import given
 from hypothesis import strategies as st
+from test_chat import change
 from test_reply import bytes_tokenizer
 from test_tokenizer import FIXTURES
 
@@ -42,10 +43,9 @@ LLAMA = "{{ bos_token }}{% if tools %}{{ SAYS }}{% for t in tools %}{{ t | tojso
 LLAMA += END + "{% endif %}" + EACH + "{% if m.role == 'tool' %}{{ '<|start_header_id|>ipython"
 LLAMA += "<|end_header_id|>\n\n' + m.content | tojson + '<|eot_id|>' }}{% else %}{{ '<|start_header"
 LLAMA += "_id|>' + m.role + '<|end_header_id|>\n\n' }}{% if m.tool_calls %}CALLS{% else %}{{ "
-LLAMA += (
-    "m.content }}{% endif %}{{ '<|eot_id|>' }}{% endif %}" + END + "{% if add_generation_prompt"
-)
-LLAMA += " %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+LLAMA += "m.content }}{% endif %}{{ '<|eot_id|>' }}{% endif %}" + END
+LLAMA += "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+LLAMA += "{% endif %}"
 DEEPSEEK = "{{ bos_token }}{% for t in tools %}{{ t | tojson }}" + END + EACH + "{% if m.role == "
 DEEPSEEK += "'user' %}{{ '<｜User｜>' + m.content + '<｜Assistant｜>' }}{% elif m.role == 'tool' %}"
 DEEPSEEK += marked("{{ '<output_begin>' + m.content + '<output_end>' }}{% else %}{{ m.content }}")
@@ -87,15 +87,12 @@ TEMPLATES = dict(
     + "<|call|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}" + END
     + "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
 )  # fmt: skip
-MARKS = (
-    """
+MARKS = """
     <|im_start|> <|im_end|> <tool_call> </tool_call> <|python_tag|> <｜User｜> <｜Assistant｜>
     <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|tool_calls_section_begin|>
     <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|> <|tool_calls_section_end|>
     <|start|> <|channel|> <|message|> <|end|> <|call|> <|return|> <|constrain|>
-""".split()
-    + marked("<calls_begin> <call_begin> <sep> <call_end> <calls_end>").split()
-)
+""".split() + marked("<calls_begin> <call_begin> <sep> <call_end> <calls_end>").split()  # fmt: skip
 PLAIN = ("<tool_call>", "</tool_call>", *(mark for mark in MARKS if "▁" in mark))  # not special
 SCHEMA = dict(
     type="object",
@@ -133,14 +130,10 @@ def format(request):
 def directory(format, tmp_path):
     shutil.copytree(FIXTURES / "llama3", tmp_path, dirs_exist_ok=True)
     first = max(load_tokenizer(tmp_path).backend.get_vocab().values()) + 1
-    (tmp_path / "added_tokens.json").write_text(
-        json.dumps({mark: first + i for i, mark in enumerate(MARKS)})
-    )
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    change(tmp_path / "added_tokens.json", **{mark: first + i for i, mark in enumerate(MARKS)})
     special = [mark for mark in MARKS if mark not in PLAIN]
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps(config | dict(extra_special_tokens=special, chat_template=None))
-    )
+    config = dict(extra_special_tokens=special, chat_template=None)
+    change(tmp_path / "tokenizer_config.json", **config)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES[format])
     return tmp_path
 
@@ -323,14 +316,8 @@ def test_of_a_damaged_reply_no_text_is_lost_and_cuts_change_nothing(data):
 
 def test_text_comes_at_once_then_the_name_then_the_arguments():
     calls, came = start_calls("hermes", TOOLS), []
-    for piece in (
-        "Hi ",
-        "there.\n",
-        '<tool_call>{"name": "f"',
-        ', "arguments": {"',
-        'n": 1',
-        "0}}",
-    ):
+    words = "Hi |there.\n|<tool_call>{'name': 'f'|, 'arguments': {'|n': 1|0}}".replace("'", '"')
+    for piece in words.split("|"):
         calls, new = push(calls, piece)
         came.append([tuple(x) for x in new])
     assert came == [
@@ -340,9 +327,9 @@ def test_text_comes_at_once_then_the_name_then_the_arguments():
 
 
 def test_what_can_be_no_call_is_given_out_before_the_end():
-    broken = '<tool_call>{"name": "f", "arguments": [</tool_call>'
     for format, text, out in (
-        ("hermes", broken, broken), ("hermes", '<tool_call>{"name": "g"', ""),
+        ("hermes", "<tool_call> no", "<tool_call> no"), ("hermes", '<tool_call>{"name": "g"', ""),
+        ("hermes", '<tool_call>{"name": "g"}', '<tool_call>{"name": "g"}'),
         ("llama_json", '{"n', ""), ("llama_json", '{"n": 4', '{"n": 4'),
         ("pythonic", "[f", ""), ("pythonic", "[f,", "[f,"), ("kimi", "a <", "a"),
     ):  # fmt: skip
@@ -374,7 +361,8 @@ def test_unknown_formats_and_tools_are_refused():
 def grammar_tokenizer(with_marks):
     special = [mark for mark in MARKS if mark not in PLAIN and with_marks]
     added = [*PLAIN, "<think>"] if with_marks else []
-    return bytes_tokenizer(["<eos>", *special], added, None, "<eos>")
+    tok = bytes_tokenizer(["<eos>", *special], added, None, "<eos>")
+    return tok, llguidance.LLTokenizer(tok.backend.to_str(), eos_token=256)
 
 
 def noise(tok, machine, grammar, r):
@@ -395,13 +383,27 @@ def noise(tok, machine, grammar, r):
     return None
 
 
+def test_a_format_refuses_a_strict_function_that_it_cannot_hold_to_its_schema():
+    (tok, _), ref = grammar_tokenizer(True), {"$ref": "#/$defs/a"}
+    for format, schema, what in (
+        ("qwen_xml", dict(properties=dict(s=dict(type="string", pattern="a"))), "pattern"),
+        ("qwen_xml", dict(properties=dict(s=dict(anyOf=[dict(minLength=1)]))), "minLength"),
+        ("pythonic", dict(properties=dict(s=ref), anyOf=[]), "anyOf"),
+    ):
+        tools = [dict(function=dict(name="f", parameters=schema, strict=True))]
+        refused(
+            ValueError, f"cannot hold arguments to '{what}'", grammar_of, tok, format, tools, True
+        )
+        grammar_of(tok, "hermes", tools, True)
+
+
 @pytest.mark.parametrize("with_marks", [True, False])
 @pytest.mark.parametrize("required", [True, False])
 def test_what_a_grammar_allows_is_read_and_fits_the_schema(format, with_marks, required):
     if format == "harmony" and not with_marks:
         return
-    tok, r = grammar_tokenizer(with_marks), random.Random(0)
-    machine = llguidance.LLTokenizer(tok.backend.to_str(), eos_token=256)
+    tok, machine = grammar_tokenizer(with_marks)
+    r = random.Random(0)
     grammar, count = grammar_of(tok, format, TOOLS, required), 0
     for text in filter(None, (noise(tok, machine, grammar, r) for _ in range(12))):
         text = text.removeprefix("<|channel|>final<|message|>")
@@ -420,12 +422,9 @@ def test_what_a_grammar_allows_is_read_and_fits_the_schema(format, with_marks, r
 def test_a_grammar_takes_calls_as_they_are_published_and_of_no_other_function(format, with_marks):
     if format == "harmony" and not with_marks:
         return
-    form, tok = FORMATS[format], grammar_tokenizer(with_marks)
-    machine = llguidance.LLTokenizer(tok.backend.to_str(), eos_token=256)
-    parameters = "".join(
-        f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in (("n", 1), ("l", "[]"))
-    )
-    args = dict(json='{"n": 1, "l": []}', python="n=1, l=[]", xml=parameters)[form.args]
+    form, (tok, machine) = FORMATS[format], grammar_tokenizer(with_marks)
+    xml = "<parameter=n>\n1\n</parameter>\n<parameter=l>\n[]\n</parameter>\n"
+    args = dict(json='{"n": 1, "l": []}', python="n=1, l=[]", xml=xml)[form.args]
     one = form.call.replace("NAME", "f").replace("ARGS", args).replace("INDEX", "12")
     each = one if form.around else form.begin + one + form.end
     for required, count in itertools.product((True, False), (1, 1 if format == "harmony" else 3)):

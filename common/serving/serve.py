@@ -37,8 +37,8 @@ from common.serving.session import (
 )
 from common.sharding import DATA, round_up
 from common.speculate import NO_DRAFT, NO_TOKEN
-from common.text.reply import say, start_speech
-from common.text.tokenizer import encode, stream_flush
+from common.text.reply import end_speech, say, start_speech
+from common.text.tokenizer import encode
 
 # Tokens. A read of fewer takes as long as a read of this many, because both read all weights.
 LEAST_COST = PROMPT_CHUNK // 4
@@ -216,7 +216,7 @@ def end_of(session: Session, work: Work, event: Event) -> Event:
         guide = work.guide
         ended = guide and (not guide.consume_token(event.token) or guide.is_stopped())
         finish = "stop" if work.speech.stream.stopped or ended else finish
-    text += stream_flush(tok, work.speech.stream) if finish else ""
+    text += end_speech(tok, work.speech) if finish else ""
     return event._replace(finish=finish, text=text, channel=work.speech.channel)
 
 

@@ -36,7 +36,8 @@ def encode_chat(tok: Tokenizer, messages: Messages, **variables: Any) -> list[in
     added = either([text for text, _ in tok.added_tokens])
     # After the first piece, every second one is a marked token, or None for a lone mark.
     first, *pieces = re.split(f"{OPEN}({added}){CLOSE}|[{OPEN}{CLOSE}]", text)
-    ids, plain = ids_of(tok, tok.backend, first), without_added(tok.backend)
+    ids, plain = ids_of(tok, tok.backend, first), tokenizers.Tokenizer(tok.backend.model)
+    plain.normalizer, plain.pre_tokenizer = tok.backend.normalizer, tok.backend.pre_tokenizer
     for token, rest in zip(pieces[::2], pieces[1::2], strict=True):
         spelled = ids_behind(tok, plain, "\n", token) if token else []
         if token and tok.backend.token_to_id(token) in spelled:
@@ -48,13 +49,6 @@ def encode_chat(tok: Tokenizer, messages: Messages, **variables: Any) -> list[in
 def either(texts: Sequence[str]) -> str:
     """A pattern for any of the texts; where one contains another one, for the longer."""
     return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
-
-
-def without_added(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same tokenizer without its added tokens."""
-    plain = tokenizers.Tokenizer(backend.model)
-    plain.normalizer, plain.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
-    return plain
 
 
 def control_tokens(tok: Tokenizer) -> list[str]:
@@ -127,88 +121,83 @@ def for_template(
         elif new.get("content") is None:
             new["content"] = ""
         functions(new.get("tool_calls", ()), "tool_calls")
-        told.append(with_calls(new, objects))
+        told.append(changed(new, call=with_object))
     if format_of(tok.chat_template) == "kimi":
-        told = with_kimis_ids(told)
-    in_parts = [with_text(m, lambda text: [dict(type="text", text=text)]) for m in told]
+        name_calls(told)
+    in_parts = [changed(m, text=lambda text: [dict(type="text", text=text)]) for m in told]
     reasons = list[str]()
-    for form in (told, in_parts, [with_calls(m, texts) for m in told]):
+    for form in (told, in_parts, [changed(m, call=with_text) for m in told]):
         if (reason := left_out(tok, form, variables)) is None:
             return form
         reasons.append(reason)
     raise ValueError(reasons[0])
 
 
-def with_calls(message: dict[str, Any], change: Callable[..., Any]) -> dict[str, Any]:
-    """The message with what `change(function, call)` returns instead of each call."""
-    calls = message.get("tool_calls", ())
-    new = [{**call, **change(call["function"], call)} for call in calls]
-    return message | (dict(tool_calls=new) if new else {})
+def changed(
+    message: dict[str, Any],
+    text: Callable[[str], Any] = lambda text: text,
+    call: Callable[[dict[str, Any]], Any] = lambda call: call,
+) -> dict[str, Any]:
+    """The message with other texts in its content, and other calls."""
+    content, new = message.get("content"), dict(message)
+    if isinstance(content, str) and content.strip():
+        new["content"] = text(content)
+    elif isinstance(content, list):
+        is_text = lambda part: isinstance(part, Mapping) and "text" in part
+        in_part = lambda part: {**part, "text": text(part["text"])}
+        new["content"] = [in_part(part) if is_text(part) else part for part in content]
+    if "tool_calls" in message:
+        new["tool_calls"] = [call(x) for x in message["tool_calls"]]
+    return new
 
 
-def objects(function: dict[str, Any], _: Any) -> dict[str, Any]:
+def with_object(call: dict[str, Any]) -> dict[str, Any]:
     """Arguments that are JSON text become what they say, if they are JSON."""
-    args = function.get("arguments") or {}
+    args = call["function"].get("arguments") or {}
     with contextlib.suppress(ValueError, RecursionError):
         args = json.loads(args) if isinstance(args, str) else args
-    return dict(function={**function, "arguments": args})
+    return {**call, "function": {**call["function"], "arguments": args}}
 
 
-def texts(function: dict[str, Any], _: Any) -> dict[str, Any]:
-    args = function["arguments"]
+def with_text(call: dict[str, Any]) -> dict[str, Any]:
+    args = call["function"]["arguments"]
     args = args if isinstance(args, str) else json.dumps(args, ensure_ascii=False)
-    return dict(function={**function, "arguments": args})
+    return {**call, "function": {**call["function"], "arguments": args}}
 
 
-def with_kimis_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def name_calls(messages: list[dict[str, Any]]) -> None:
     """Kimi reads the function from a call's id: `functions.NAME:N`, N counting all calls."""
-    ids, told, count = dict[Any, str](), list[dict[str, Any]](), itertools.count()
-
-    def named(function: dict[str, Any], call: dict[str, Any]) -> dict[str, Any]:
-        ids[call.get("id")] = f"functions.{function['name']}:{next(count)}"
-        return dict(id=ids[call.get("id")])
-
+    ids, count = dict[Any, str](), itertools.count()
     for message in messages:
-        new, id_ = with_calls(message, named), message.get("tool_call_id")
-        told.append(new | (dict(tool_call_id=ids[id_]) if id_ in ids else {}))
-    return told
-
-
-def with_text(message: dict[str, Any], change: Callable[[str], Any]) -> dict[str, Any]:
-    """The message with another content, if that is a text, or with other texts in its parts."""
-    content = message.get("content")
-    if isinstance(content, str) and content.strip():
-        return message | dict(content=change(content))
-    if isinstance(content, list):
-        texts = [isinstance(part, Mapping) and "text" in part for part in content]
-        pairs = zip(content, texts, strict=True)
-        new = [{**part, "text": change(part["text"])} if text else part for part, text in pairs]
-        return message | dict(content=new)
-    return message
+        for call in message.get("tool_calls", ()):
+            new = f"functions.{call['function']['name']}:{next(count)}"
+            ids[call.get("id")] = call["id"] = new
+        if "tool_call_id" in message:
+            message["tool_call_id"] = ids.get(message["tool_call_id"], message["tool_call_id"])
 
 
 def sign(i: int | str) -> str:
     return f"{OPEN}{i}{CLOSE}"
 
 
-def signed(i: int, message: dict[str, Any]) -> dict[str, Any]:
-    """The message with a sign for each text, or, if it has calls, for their functions and ids: next
-    to calls, some templates write no text."""
-    if "tool_calls" not in message:
-        return with_text(message, lambda _: sign(i))
-    new = lambda function, _: dict(id=sign(i), function={**function, "name": sign(i)})
-    return with_calls(message, new)
+def named(call: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The call, or the tool, with this as the name of its function, and as its id."""
+    return {**call, "id": name, "function": {**call["function"], "name": name}}
 
 
 def left_out(
     tok: Tokenizer, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str | None:
     """What the template does not write, or its complaint. For this, a sign takes the place of each
-    text: the text itself may also stand elsewhere."""
-    tools, new = variables.get("tools", ()), [signed(i, m) for i, m in enumerate(messages)]
-    named = [{**x, "function": {**x["function"], "name": sign("tool")}} for x in tools]
+    text, or of the names of calls: the text itself may also stand elsewhere, and some templates
+    write none next to calls."""
+    tools, new = [named(x, sign("tool")) for x in variables.get("tools", ())], list[Any]()
+    for i, message in enumerate(messages):
+        in_calls = dict(call=lambda x, i=i: named(x, sign(i)))
+        more = in_calls if "tool_calls" in message else dict(text=lambda _, i=i: sign(i))
+        new.append(changed(message, **more))
     try:
-        text = render_chat(tok, new, **{**variables, "tools": named or None})
+        text = render_chat(tok, new, **{**variables, "tools": tools or None})
     except ValueError:  # the messages themselves will be refused, too, or the template reads texts
         try:
             render_chat(tok, messages, **variables)
@@ -218,7 +207,7 @@ def left_out(
     for i, message in enumerate(messages):
         if new[i] != message and sign(i) not in text:
             return f"the chat template leaves out message {i + 1} (role: {message.get('role')})"
-    return "the chat template takes no tools" if named and sign("tool") not in text else None
+    return "the chat template takes no tools" if tools and sign("tool") not in text else None
 
 
 def thinking_options(tok: Tokenizer, think: bool | None, effort: str | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from common.text.chat import either
 from common.text.reply import CHANNEL, END, MESSAGE, START, prompt_end, speaks_harmony, think_marks
 from common.text.tokenizer import Tokenizer
-from common.text.tools import FORMATS, Format, Tools, first_mark, functions, is_bare, kinds_of
+from common.text.tools import FORMATS, Format, Tools, allows, functions, is_bare, values_of
 
 AFTER = "\n</parameter>\n"  # a value in XML
 TERMINALS = r"""
@@ -40,6 +40,11 @@ def written(tok: Tokenizer, text: str) -> str:
     tokens = tokens_of(tok)
     symbol = lambda x: f"<[{tok.backend.token_to_id(x)}]>" if x in tokens else json.dumps(x)
     return " ".join(map(symbol, filter(None, re.split(f"({either([*tokens])})", text))))
+
+
+def first_mark(text: str) -> str:
+    found = re.match("<[^<>=]*[>=]", text)
+    return found[0] if found else ""
 
 
 def grammar_of(tok: Tokenizer, format: str, tools: Tools, required: bool) -> str:
@@ -84,37 +89,32 @@ def arguments(form: Format, function: Mapping[str, Any], required: bool, name: s
     exact, is_xml = strict or required, form.args == "xml"
     if form.args == "json":
         return [f"{name}: {as_json({**(schema if exact else {}), 'type': 'object'})}"]
-    if strict and (unknown := {*schema} - OF_ARGS):
+    inner = schema.get("properties") or {}
+    # Free text in XML is held to nothing, a list of values apart.
+    texts = [x for x in inner.values() if is_xml and allows(x, "string") and not values_of(x)]
+    unknown = {*schema} - OF_ARGS
+    unknown |= {key for x in texts for part in (x, *x.get("anyOf", ())) for key in part} - OF_TEXT
+    if strict and unknown:
         raise ValueError(f"calls in {form.args} cannot hold arguments to {min(unknown)!r}")
     defs = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     needed, rules = (schema.get("required", []) if exact else []), list[str]()
     # The needed ones come first, so that in Python a comma stands before each other one.
-    keys = sorted(schema.get("properties") or {}, key=lambda key: key not in needed)
+    keys = sorted(inner, key=lambda key: key not in needed)
     for i, key in enumerate(keys):
         if re.search("[>\n]", key) if is_xml else not key.isidentifier() or iskeyword(key):
             raise ValueError(f"calls in {form.args} cannot name the parameter {key!r}")
-        inner = {**schema["properties"][key], **defs} if exact else {}
-        start, value = f"<parameter={key}>\n" if is_xml else f"{key}=", as_json(inner)
-        value = value_in_xml(inner, strict) if is_xml else value
+        part = {**inner[key], **defs} if exact else {}
+        start, value = f"<parameter={key}>\n" if is_xml else f"{key}=", as_json(part)
+        if is_xml:
+            options = [json.dumps(x + AFTER) for x in values_of(part) if isinstance(x, str)]
+            text = f"({' | '.join(options)})" if options else "value"
+            value = text if allows(part, "string") else f"{value} {json.dumps(AFTER)}"
         rules.append(f"{name}_{i}: {json.dumps(start)} {value}")
     comma = "" if is_xml else '", "'
     rest = [f"({comma} {name}_{i}){'' if key in needed else '?'}" for i, key in enumerate(keys)]
     options = [" ".join([f"{name}_{i}", *rest[i + 1 :]]) for i in range(len(keys))]
     options = options[:1] if {*keys} & {*needed} else [*options, '""']
     return [f"{name}: {' | '.join(options)}", *rules]
-
-
-def value_in_xml(schema: Mapping[str, Any], strict: bool) -> str:
-    """The rule of a value and what follows it. What may be a string stands there as it is."""
-    if schema and "string" not in kinds_of(schema):
-        return f"{as_json(schema)} {json.dumps(AFTER)}"
-    if values := schema.get("enum", [schema["const"]] if "const" in schema else []):
-        texts = (x if isinstance(x, str) else json.dumps(x) for x in values)
-        return f"({' | '.join(json.dumps(text + AFTER) for text in texts)})"
-    unknown = {key for x in (schema, *schema.get("anyOf", ())) for key in x} - OF_TEXT
-    if strict and unknown:
-        raise ValueError(f"calls in xml cannot hold a string to {min(unknown)!r}")
-    return "value"
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ says which marks those are, and may write the first one itself:
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from common.text.tokenizer import (
@@ -32,8 +33,14 @@ from common.text.tokenizer import (
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 CALL, CONSTRAIN = "<|call|>", "<|constrain|>"
 FINAL, ANALYSIS, CALLED = "final", "analysis", "functions."  # a call's channel begins with CALLED
-# Where a reply with marks is, before its final text.
-BEGIN, OPENED, THINKING, CLOSED = "begin", "opened", "thinking", "closed"
+
+
+@lru_cache
+def nearly(text: str, **words: str) -> str:
+    """A pattern for a text and, at the end of what is searched, for what may become it. Words in
+    `words` stand for patterns. White space may stand between all characters."""
+    parts = re.findall("|".join([*words, r"\S"]), text)
+    return "".join(rf"\s*(?:{words.get(x, re.escape(x))}|\Z)" for x in parts)
 
 
 class ParserState(NamedTuple):
@@ -91,8 +98,7 @@ class Speech(NamedTuple):
     stop: Sequence[str]
     state: ParserState | None = None  # None if the reply is not in Harmony
     channel: str = FINAL  # of the newest text
-    marks: tuple[str, str] = ("", "")  # around thoughts
-    phase: str = FINAL  # BEGIN, OPENED, THINKING, CLOSED, FINAL; it never goes back
+    marks: tuple[str, ...] = ()  # of thoughts: both; the second one; none after that
 
 
 def start_speech(
@@ -106,72 +112,58 @@ def start_speech(
     before any of the texts `stop`, if that is in its final channel; then its stream is `stopped`.
     With `keep_special` special tokens are text, apart from Harmony's markup.
     """
-    if not is_chat:
-        return Speech(stream_start(tok, prompt, keep_special, stop), stop)
-    stream, marks = stream_start(tok, (), keep_special, stop), think_marks(tok)
-    if speaks_harmony(tok):
+    stream = stream_start(tok, () if is_chat else prompt, keep_special, stop)
+    if is_chat and speaks_harmony(tok):
         return Speech(stream, stop, ParserState())
-    if marks is None:
+    if not is_chat or (marks := think_marks(tok)) is None:
         return Speech(stream, stop)
-    if prompt_end(tok, prompt).endswith(marks[0]):
-        return Speech(until_closed(stream, marks), stop, None, ANALYSIS, marks, OPENED)
-    return Speech(stream._replace(stop=()), stop, None, FINAL, marks, BEGIN)
+    opened = marks[0] if prompt_end(tok, prompt).endswith(marks[0]) else ""
+    return Speech(stream._replace(stop=(), tail=opened), stop, marks=marks)
 
 
 def say(tok: Tokenizer, speech: Speech, token_id: int) -> tuple[Speech, str]:
     """Adds a token; returns the text that is now certain."""
-    if speech.phase != FINAL:
-        return think(tok, speech, token_id)
-    if speech.state is not None:
-        state, channel = follow(tok, speech.state, token_id)
-        ends = speech.state.part == MESSAGE != state.part
+    keep, was = speech.stream.keep_special, speech.state
+    if was is not None:
+        state, channel = follow(tok, was, token_id)
         speech = speech._replace(state=state)
-        if ends:  # what was held back belongs to the message
+        if was.part == MESSAGE != state.part:  # what was held back belongs to the message
             text = stream_flush(tok, speech.stream)
-            return speech._replace(stream=fresh(tok, speech, speech.channel)), text
+            return speech._replace(stream=stream_start(tok, (), keep)), text
+        if was.part != MESSAGE == state.part:
+            stop = speech.stop if state.channel == FINAL else ()
+            stream = stream_start(tok, (), keep, stop)
+            return speech._replace(stream=stream, channel=state.channel), ""
         if channel is None:
             return speech, ""
-        if channel != speech.channel:
-            speech = speech._replace(stream=fresh(tok, speech, channel), channel=channel)
-    stream, text = stream_push(tok, speech.stream, token_id)
-    return speech._replace(stream=stream), text
-
-
-def fresh(tok: Tokenizer, speech: Speech, channel: str) -> Stream:
-    stop = speech.stop if channel == FINAL else ()
-    return stream_start(tok, (), speech.stream.keep_special, stop)
-
-
-def think(tok: Tokenizer, speech: Speech, token_id: int) -> tuple[Speech, str]:
-    """Adds a token to a reply that has not come to its final text. The marks, and the newlines that
-    templates write around them, are no text."""
-    (opening, _), keep = speech.marks, speech.stream.keep_special
     is_mark = tok.backend.id_to_token(token_id) in speech.marks  # it may be a special token
     stream, text = stream_push(tok, speech.stream._replace(keep_special=keep or is_mark), token_id)
-    stream, phase = stream._replace(keep_special=keep), speech.phase
-    if phase == BEGIN:
-        bare = text.lstrip()
-        if opening.startswith(bare) and bare != opening and not any(x in text for x in speech.stop):
-            return speech._replace(stream=stream._replace(tail=text)), ""
-        if bare.startswith(opening):
-            stream, phase = until_closed(stream, speech.marks), OPENED
-            stream, text = before_stop(stream, bare.removeprefix(opening))
-    if phase == OPENED:
-        text = text.lstrip("\n")
-        phase = THINKING if text else OPENED
-    if stream.stopped:  # the second mark; what follows it is said with the next token
-        stream = stream._replace(stop=(), stopped=False, tail=stream.tail.lstrip("\n"))
-        channel = ANALYSIS if text else FINAL
-        return speech._replace(stream=stream, phase=CLOSED, channel=channel), text
-    if phase in (OPENED, THINKING):
-        return speech._replace(stream=stream, phase=phase, channel=ANALYSIS), text
-    text = text.lstrip("\n") if phase == CLOSED else text
-    if not text and phase == CLOSED:
-        return speech._replace(stream=stream, channel=FINAL), ""
-    stream, text = before_stop(stream._replace(stop=tuple(filter(None, speech.stop))), text)
-    return speech._replace(stream=stream, phase=FINAL, channel=FINAL), text
+    speech = speech._replace(stream=stream._replace(keep_special=keep))
+    return think(speech, text) if speech.marks else (speech, text)
 
 
-def until_closed(stream: Stream, marks: tuple[str, str]) -> Stream:
-    """The stream of thoughts: it stops at the second mark, which newlines may precede."""
-    return stream._replace(stop=tuple("\n" * n + marks[1] for n in (2, 1, 0)), tail="")
+def think(speech: Speech, text: str) -> tuple[Speech, str]:
+    """Takes new text of a reply whose thoughts may not have ended; returns what is certain. The
+    marks, and the newlines that templates write around them, are no text."""
+    marks = speech.marks
+    while marks:
+        first = r"\A" if len(marks) == 2 else r"(?<!\s)"
+        found = re.search(rf"{first}{nearly(marks[0])}\n*", text)
+        if found is None:  # the reply does not begin with thoughts
+            marks = ()
+        elif found.start() > 0 or found.end() == len(text):
+            stream = speech.stream._replace(tail=text[found.start() :])
+            channel = FINAL if len(marks) == 2 else ANALYSIS
+            speech = speech._replace(stream=stream, channel=channel, marks=marks)
+            return speech, text[: found.start()]
+        else:
+            marks, text = marks[1:], text[found.end() :]
+    stream = speech.stream._replace(stop=tuple(filter(None, speech.stop)))
+    stream, text = before_stop(stream, text)
+    return speech._replace(stream=stream, channel=FINAL, marks=()), text
+
+
+def end_speech(tok: Tokenizer, speech: Speech) -> str:
+    """Returns the text held back, at the end."""
+    text, mark = stream_flush(tok, speech.stream), "".join(speech.marks[:1])
+    return re.sub(rf"\s*{re.escape(mark)}\n*", "", text) if mark else text

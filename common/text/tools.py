@@ -1,21 +1,20 @@
 """Calls of functions: how each family writes them in a reply, and how they are read back.
 
-Text before a call is given out at once. A call's name comes first. Arguments that are JSON text
-come as they are written; those of Python and XML come at the end of the call. What looks like a
-call and is none stays text: another name than those of the tools, or something that cannot be
-parsed. Of a call whose JSON breaks after its first key, what came before stays the call's, and the
-rest is text. Only marks and white space beside a call are dropped.
+Text before a call is given out at once, and a call's name before its arguments. Arguments in JSON
+come as they are written, others at the end of the call. What looks like a call and is none stays
+text. JSON arguments that break end before the next mark. Only marks and white space beside a call
+are dropped.
 """
 
 import ast
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from common.text.reply import CALLED, FINAL
+from common.text.reply import CALLED, FINAL, nearly
 
 Tools = Sequence[Mapping[str, Any]]  # OpenAI's: {"type": "function", "function": {"name": ...}}
 
@@ -66,11 +65,6 @@ FORMATS = dict(
         also=LLAMA,
     ),
 )  # fmt: skip
-# What an object that is a call may begin with, if not as its format says.
-KEYS = ("name", "type", "id", "function", "arguments", "parameters")
-ENDS = dict(json="}", xml="</function>", python="]")  # what the last of a call ends with
-KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
-KINDS |= {dict: "object", type(None): "null"}
 
 
 class Piece(NamedTuple):
@@ -82,33 +76,20 @@ class Piece(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """How far a reply has been read. Its `step` says what comes next."""
+    """How far a reply has been read."""
 
     format: Format
     tools: Mapping[str, Mapping[str, Any]]  # by name, as `functions` returns them
-    step: Callable[["Calls", bool], "Step"]
+    state: str = "text"  # what comes next; a key of STEPS
     held: str = ""  # text that is not certain yet
     tried: int = 0  # characters of it in which no call ends
     made: int = 0  # calls so far
     plain: bool = False  # there was content other than white space
-    depth: int = 0  # of brackets that are open in the arguments
-    quote: str = ""  # '"' in a string of the arguments, a backslash after one there
+    opened: str = ""  # the brackets that are open in JSON arguments, then a quote, a backslash
     channel: str = FINAL
 
 
 Step = tuple[Calls, list[Piece]] | None  # None: it needs more text
-
-
-class Found(NamedTuple):
-    """Calls at the beginning of a text: names and arguments, and the text after them."""
-
-    calls: list[tuple[str, str]]
-    rest: str = ""
-    open: bool = False  # the arguments of the call are the beginning of `rest`
-
-
-SPACE = re.compile(r"\s*")
-MORE = Found([])  # whether there is a call is not certain yet
 
 
 def format_of(chat_template: str | None) -> str | None:
@@ -127,14 +108,30 @@ def functions(tools: Tools, what: str = "tools") -> dict[str, Mapping[str, Any]]
             form = "{'type': 'function', 'function': {'name': ...}}"
             raise ValueError(f"{what} must be a list of {form}; a name has no other characters "
                              "than letters, digits, '_', '.' and '-'")  # fmt: skip
-        schema = function.get("parameters") or {}
-        inner = schema.get("properties") or {} if isinstance(schema, Mapping) else None
-        if not isinstance(inner, Mapping) or not all(
-            isinstance(x, Mapping) for x in inner.values()
-        ):
-            raise ValueError(f"the parameters of {name!r} must be a schema of an object")
+        try:
+            for schema in properties(function).values():
+                allows(schema, "string")
+        except (AttributeError, TypeError):
+            raise ValueError(f"the parameters of {name!r} must be a schema of an object") from None
         found[name] = function
     return found
+
+
+def properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (function.get("parameters") or {}).get("properties") or {}
+
+
+def values_of(schema: Mapping[str, Any]) -> list[Any]:
+    """The values to which a schema holds, if it lists them."""
+    return schema.get("enum", [schema["const"]] if "const" in schema else [])
+
+
+def allows(schema: Mapping[str, Any], kind: str) -> bool:
+    """Whether a value may be a "string", or be "null". A schema that does not say allows both."""
+    some = [x is None if kind == "null" else isinstance(x, str) for x in values_of(schema)]
+    some += [allows(x, kind) for key in ("anyOf", "oneOf") for x in schema.get(key, [])]
+    unsaid = "" if {"$ref", "allOf"} & {*schema} else kind
+    return any(some) if some else kind in schema.get("type", unsaid)
 
 
 def start_calls(format: str, tools: Tools) -> Calls:
@@ -142,7 +139,7 @@ def start_calls(format: str, tools: Tools) -> Calls:
     there is no such format, or if a tool is not a function with a name."""
     if format not in FORMATS:
         raise ValueError(f"there is no format {format!r} of calls; there are {', '.join(FORMATS)}")
-    return Calls(FORMATS[format], functions(tools), in_text)
+    return Calls(FORMATS[format], functions(tools))
 
 
 def push(calls: Calls, text: str, channel: str = FINAL) -> tuple[Calls, list[Piece]]:
@@ -151,11 +148,10 @@ def push(calls: Calls, text: str, channel: str = FINAL) -> tuple[Calls, list[Pie
     channel says which function is called, so give it the event's."""
     before = list[Piece]()
     if channel != calls.channel:
-        before = finish(calls)
-        made = calls.made + sum(piece.name is not None for piece in before)
+        calls, before = advance(calls, True)
         header = calls.format.call.partition("ARGS")[0].replace("functions.NAME", channel)
         text = header + text if channel.startswith(CALLED) else text
-        calls = calls._replace(held="", made=made, plain=True, channel=channel, step=in_text)
+        calls = calls._replace(held="", state="text", plain=True, channel=channel)
     calls, pieces = advance(calls._replace(held=calls.held + text), False)
     return calls._replace(tried=len(calls.held)), before + pieces
 
@@ -167,7 +163,7 @@ def finish(calls: Calls) -> list[Piece]:
 
 def advance(calls: Calls, is_last: bool) -> tuple[Calls, list[Piece]]:
     pieces = list[Piece]()
-    while (step := calls.step(calls, is_last)) is not None:
+    while (step := STEPS[calls.state](calls, is_last)) is not None:
         calls, new = step
         pieces += new
     return calls, pieces
@@ -179,219 +175,149 @@ def is_bare(form: Format) -> bool:
 
 
 @lru_cache
-def marks(form: Format) -> tuple[tuple[str, ...], tuple[str, ...], list[str]]:
-    """The marks that calls begin with, those that may follow one, and the words of a call before
-    its arguments."""
-    head, _, tail = form.call.partition("ARGS")
-    first = (*form.also, *filter(None, map(first_mark, (form.begin, head))))
-    after = re.findall(r"<[^<>]*>|[^\s<>]+", tail + form.between * form.around + form.end)
-    return first, (*after, *form.also), re.findall(r"NAME|INDEX|\w+|[^\w\s]", head)
+def heads(form: Format, names: tuple[str, ...], at_start: bool) -> re.Pattern[str]:
+    """What a call begins with or, at the end of a text, what may become that. Its last group is
+    named after the state in which the call is read."""
+    name, bare = "|".join(map(re.escape, names)), is_bare(form)
+    form = FORMATS["llama_json"] if bare else form  # Llama 4 may write either, too
+    head, called = form.call.partition("ARGS")[0], rf"(?P<name>{name})|[\w.-]*\Z"
+    args = r"(?P<xml><)|\Z" if form.args == "xml" else r'(?P<json>\{\s*["}])|\{?\s*\Z'
+    kinds = [rf"{nearly(head, NAME=called, INDEX='[0-9]*')}\s*(?:{args})"]
+    if form.call.startswith("{"):
+        keys = "name|type|id|function|arguments|parameters"
+        kinds.append(rf'\s*\{{\s*(?:(?P<object>"(?:{keys})")|(?:"\w*)?\Z)')
+    if bare:
+        kinds.append(rf"\s*\[\s*(?:(?P<python>(?:{name})\s*\()|[\w.-]*\s*\Z)")
+    starts = [nearly(mark) for mark in (form.begin, *form.also) if mark]
+    starts += [""] if form.call.startswith("<") else [r"\A"] if bare and at_start else []
+    # No match begins amid white space: without that, much of it would take quadratic time.
+    return re.compile(rf"(?<!\s)(?:{'|'.join(starts)})(?:{'|'.join(kinds)})")
 
 
-def first_mark(text: str) -> str:
-    found = re.match("<[^<>=]*[>=]", text)
-    return found[0] if found else ""
+@lru_cache
+def tails(form: Format) -> re.Pattern[str]:
+    """The marks that may follow a call, and white space."""
+    text = form.call.partition("ARGS")[2] + form.between * form.around + form.end
+    marks = (*re.findall(r"<[^<>]*>|[^\s<>]+", text), *form.also)
+    return re.compile(rf"(?:{'|'.join(map(nearly, marks))})*\s*")
 
 
 def in_text(calls: Calls, is_last: bool) -> Step:
     """Gives out text up to what may begin a call, and the white space before that."""
-    held, (first, _, _) = calls.held, marks(calls.format)
-    found = [at for mark in first if (at := held.find(mark)) >= 0]
-    if is_bare(calls.format) and not calls.plain and held.lstrip()[:1] in tuple("{["):
-        found = [0]
-    begun = [n for mark in first for n in range(1, len(mark)) if held.endswith(mark[:n])]
-    at = min(found) if found else len(held) - max(begun, default=0)
-    at = len(held) if is_last and not found else len(held[:at].rstrip())
-    if not at and not found:
+    held, head = calls.held, heads(calls.format, tuple(calls.tools), not calls.plain)
+    found = head.search(held)
+    assert found is not None  # it finds the end
+    state = found.lastgroup if found.lastgroup in STEPS else "text"
+    at = len(held) if is_last and state == "text" else found.start()
+    if not at and state == "text":
         return None
-    step, plain = (in_call if found else in_text), calls.plain or at > 0
-    pieces = [Piece(held[:at])] if at else []
-    return calls._replace(held=held[at:], step=step, plain=plain, tried=0), pieces
+    pieces, held = [Piece(held[:at])] if at else [], held[at:]
+    calls = calls._replace(held=held, state=state, tried=0, plain=calls.plain or at > 0)
+    if state == "json":
+        pieces.append(Piece("", calls.made, found["name"]))
+        args, made = found.string[found.start("json") :], calls.made + 1
+        calls = calls._replace(held=args, opened="", made=made)
+    return calls, pieces
 
 
-def in_call(calls: Calls, is_last: bool) -> Step:
-    """Reads a call, up to its arguments if they are JSON text."""
-    body = calls.held.lstrip()
-    for mark in (calls.format.begin.strip(), *calls.format.also):
-        if mark.startswith("<") and body.startswith(mark):
-            body = body.removeprefix(mark).lstrip()
+def in_json(calls: Calls, is_last: bool) -> Step:
+    """Gives out the arguments up to their end, or to a mark that is not in a string."""
+    held, opened, state, end = calls.held, calls.opened, "json", len(calls.held)
+    for at, c in enumerate(held):
+        top = opened[-1:]
+        if top == "\\" or (c == top if top == '"' else c in "}]"):
+            opened = opened[:-1]
+        elif c in ("\\" if top == '"' else '{["'):
+            opened += c
+        elif c == "<" and top != '"':
+            state, end = "text", at
             break
-    found = read(calls, body)
-    if found is MORE and not is_last:
-        return None
-    if found is None or found is MORE:
-        at = len(calls.held) - len(calls.held.lstrip()) + 1
-        new = calls._replace(held=calls.held[at:], step=in_text, plain=True)
-        return new, [Piece(calls.held[:at])]
-    step, many = (in_arguments if found.open else after_call), len(found.calls)
-    pieces = [Piece(args, calls.made + i, name) for i, (name, args) in enumerate(found.calls)]
-    new = calls._replace(held=found.rest, step=step, made=calls.made + many, depth=0, quote="")
-    return new, pieces
-
-
-def in_arguments(calls: Calls, is_last: bool) -> Step:
-    """Gives out the arguments, an object of JSON, up to its end or to what cannot belong to it."""
-    held, depth, quote, end, step = calls.held, calls.depth, calls.quote, 0, in_arguments
-    for end, c in enumerate(held, 1):
-        if quote:
-            quote = '"' if quote == "\\" else {'"': "", "\\": c}.get(c, quote)
-        elif c == '"':
-            quote = c
-        elif c in "{[":
-            depth += 1
-        elif c in "}]" and depth == 1:
-            step = after_call
-            break
-        elif c in "}]":
-            depth -= 1
-        elif not re.match(r"[\s\w:,.+-]", c):
-            step, end = in_text, end - 1
+        if not opened:
+            state, end = "tail", at + 1
             break
     if not held:
         return None
-    new = calls._replace(held=held[end:], depth=depth, quote=quote, step=step)
-    return new, [Piece(held[:end], calls.made - 1)]
+    calls = calls._replace(held=held[end:], opened=opened, state=state)
+    return calls, [Piece(held[:end], calls.made - 1)]
 
 
-def after_call(calls: Calls, is_last: bool) -> Step:
+def in_whole(calls: Calls, is_last: bool) -> Step:
+    """Reads a call that must be complete first. If it never is, its first character is text."""
+    held, (end, read) = calls.held, WHOLE[calls.state]
+    for found in re.compile(end).finditer(held, calls.tried):
+        with contextlib.suppress(*FAULTS):
+            made = read(held[: found.end()], calls.tools)
+            if not all(name in calls.tools and isinstance(args, dict) for name, args in made):
+                break
+            texts, count = [json.dumps(args, allow_nan=False) for _, args in made], calls.made
+            pieces = [Piece(texts[i], count + i, name) for i, (name, _) in enumerate(made)]
+            calls = calls._replace(held=held[found.end() :], state="tail", made=count + len(made))
+            return calls, pieces
+    else:
+        if not is_last:
+            return None
+    at = len(held) - len(held.lstrip()) + 1
+    return calls._replace(held=held[at:], state="text", plain=True), [Piece(held[:at])]
+
+
+def in_tail(calls: Calls, is_last: bool) -> Step:
     """Drops white space and marks."""
-    rest, (_, after, _) = calls.held.lstrip(), marks(calls.format)
-    while mark := next((mark for mark in after if rest.startswith(mark)), None):
-        rest = rest.removeprefix(mark).lstrip()
-    if any(mark.startswith(rest) for mark in after):
-        return None
-    return calls._replace(held=rest, step=in_text), []
+    rest = tails(calls.format).sub("", calls.held, 1)
+    return (calls._replace(held=rest, state="text"), []) if rest else None
 
 
-def read(calls: Calls, body: str) -> Found | None:
-    """What calls the text begins with. None if there is none."""
-    form = calls.format
-    if is_bare(form):  # Llama 4 may be told to write JSON, and write Python
-        form = FORMATS["pythonic" if body.startswith("[") else "llama_json"]
-    end, since = ENDS[form.args], calls.tried + len(body) - len(calls.held)
-    found = re.compile(re.escape(end)).finditer(body, max(0, since - len(end) + 1))
-    ends = [x.end() for x in found]
-    if form.args == "python":
-        return read_python(calls, body, ends)
-    head = match(form, calls, body)
-    if form.args == "xml":
-        return read_xml(calls, head, bool(ends)) if head and head is not MORE else head
-    if head and head is not MORE and not re.match(r'\{\s*["}]', head.rest):
-        head = MORE if re.fullmatch(r"(\{\s*)?", head.rest) else None
-    return read_object(calls, body, bool(ends)) if head is None and body.startswith("{") else head
+# ---- calls that are read as a whole: each function returns names and arguments
 
 
-def match(form: Format, calls: Calls, body: str) -> Found | None:
-    """Reads a call up to its arguments."""
-    name, at = "", 0
-    for word in marks(form)[2]:
-        at = SPACE.match(body, at).end()  # type: ignore[union-attr]
-        if word in ("NAME", "INDEX"):
-            found = re.compile(r"[\w.-]*" if word == "NAME" else r"\d*").match(body, at)
-            assert found is not None
-            name, at = (found[0] if word == "NAME" else name), found.end()
-            if word == "NAME" and at < len(body) and name not in calls.tools:
-                return None
-        elif body.startswith(word, at):
-            at += len(word)
-        else:
-            return MORE if word.startswith(body[at:]) else None
-    return Found([(name, "")], body[at:].lstrip(), open=True)
-
-
-def read_object(calls: Calls, body: str, may_end: bool) -> Found | None:
+def read_object(text: str, tools: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """A call that is an object of JSON, whatever the order of its keys."""
-    first, value, at = re.match(r'\{\s*(?:"(\w+)"|[^"\s])', body), None, len(body)
-    if first and first[1] not in KEYS:
-        return None
-    with contextlib.suppress(ValueError, RecursionError):
-        value, at = json.JSONDecoder(strict=False).raw_decode(body) if may_end else (None, at)
-    if any(mark in body[:at] for mark in marks(calls.format)[1] if mark.startswith("</")):
-        return None
-    if value is None:
-        return MORE
+    value = json.loads(text[text.index("{") :], strict=False)
     value = value["function"] if isinstance(value.get("function"), dict) else value
-    args, name = value.get("arguments", value.get("parameters")) or {}, value.get("name")
-    try:
-        args = json.loads(args) if isinstance(args, str) else args
-        made = [(name, json.dumps(args, allow_nan=False))]
-    except (ValueError, RecursionError):
-        return None
-    fits = isinstance(name, str) and name in calls.tools and isinstance(args, dict)
-    return Found(made, body[at:]) if fits else None
+    args = value.get("arguments", value.get("parameters")) or {}
+    return [(value.get("name"), json.loads(args) if isinstance(args, str) else args)]
 
 
-def read_xml(calls: Calls, head: Found, may_end: bool) -> Found | None:
-    (name, _), body, at, args = head.calls[0], head.rest, 0, dict[str, Any]()
-    if not may_end:
-        return MORE
-    schema = calls.tools[name].get("parameters") or {}
+def read_xml(text: str, tools: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    name, _, body = text.partition("<function=")[2].partition(">")
     parameter = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-    while found := parameter.match(body, at):
-        kinds = (schema.get("properties") or {}).get(found[1], {})
-        args[found[1]], at = typed(found[2], kinds_of(kinds)), found.end()
-    if body.startswith("</function>", at):
-        rest = body[at + len("</function>") :]
-        return Found([(name, json.dumps(args))], rest)
-    words = ("<parameter=", "</function>")
-    return MORE if any(word.startswith(body[at:][: len(word)]) for word in words) else None
+    if not body.endswith("</function>") or parameter.sub("", body).strip() != "</function>":
+        raise ValueError("not one parameter after another")
+    schemas = properties(tools[name.strip()])
+    return [(name.strip(), {k: meant(x, schemas.get(k, {})) for k, x in parameter.findall(body)})]
 
 
-def kinds_of(schema: Any) -> set[str]:
-    """The types of JSON that a schema allows; none if it does not say."""
-    if not isinstance(schema, Mapping):
-        return set()
-    listed = lambda key: x if isinstance(x := schema.get(key), list) else []
-    values = listed("enum") or ([schema["const"]] if "const" in schema else [])
-    types = listed("type") or [schema.get("type")]
-    found = {x for x in types if isinstance(x, str)} | {KINDS[type(x)] for x in values}
-    return found.union(*map(kinds_of, (*listed("anyOf"), *listed("oneOf"))))
-
-
-def typed(text: str, kinds: set[str]) -> Any:
-    """The value that a text stands for, where a string stands for itself."""
-    for read in (json.loads, ast.literal_eval):  # templates write True and None
-        try:
-            value = read(text)
-            kind = KINDS[type(value)]
-            json.dumps(value, allow_nan=False)
-        except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError):
-            continue
-        fits = kind in kinds or (kind == "integer" and "number" in kinds)
-        if fits or ("string" not in kinds and read is json.loads):
-            return text if kind == "string" and "string" in kinds else value
+def meant(text: str, schema: Mapping[str, Any]) -> Any:
+    """What a text in XML stands for. What may be a string stands for itself."""
+    is_null = text in ("null", "None") and allows(schema, "null")
+    if is_null or not allows(schema, "string"):
+        with contextlib.suppress(*FAULTS):
+            return literal(text)
     return text
 
 
-def read_python(calls: Calls, body: str, ends: list[int]) -> Found | None:
-    """A list of calls in Python, whose arguments are literals of Python or of JSON."""
-    name = re.match(r"\[\s*([\w.-]*)\s*(\S?)", body)
-    if name and name[2] and not (name[1] in calls.tools and name[2] == "("):
-        return None
-    for end in (at for at in ends if body[: at - 1].rstrip().endswith((")", ","))):
-        try:
-            tree = ast.parse(body[:end], mode="eval").body
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-        try:
-            nodes = tree.elts if isinstance(tree, ast.List) else [tree]
-            made = [python_call(body, node) for node in nodes]
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            return None
-        return Found(made, body[end:]) if {name for name, _ in made} <= {*calls.tools} else None
-    return MORE
+def literal(text: str) -> Any:
+    """What a text says in JSON, or in Python, as some templates write True and None."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return ast.literal_eval(text)
 
 
-def python_call(body: str, node: ast.expr) -> tuple[str, str]:
-    """The name and the arguments of a call. ValueError if it has anything else."""
-    name = (ast.get_source_segment(body, node) or "").partition("(")[0].strip()
-    node = node.right if isinstance(node, ast.BinOp) else node  # of `get-it()`
-    if not isinstance(node, ast.Call) or node.args or None in (x.arg for x in node.keywords):
-        raise ValueError("not a call with named arguments")
-    args = {}
-    for keyword in node.keywords:
-        try:
-            args[keyword.arg] = json.loads(ast.get_source_segment(body, keyword.value) or "")
-        except ValueError:
-            args[keyword.arg] = ast.literal_eval(keyword.value)
-    return name, json.dumps(args, allow_nan=False)
+def read_python(text: str, tools: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    text, made = text[text.index("[") :], list[tuple[Any, Any]]()
+    if not text[:-1].rstrip().endswith((")", ",")):
+        raise ValueError("not the end of a call")
+    source = lambda node: str(ast.get_source_segment(text, node))
+    calls: Any = ast.parse(text, mode="eval").body
+    for node in calls.elts:
+        call: Any = node.right if isinstance(node, ast.BinOp) else node  # of `get-it()`
+        if call.args or any(x.arg is None for x in call.keywords):
+            raise ValueError("not a call with named arguments")
+        args = {x.arg: literal(source(x.value)) for x in call.keywords}
+        made.append((source(node).partition("(")[0].strip(), args))
+    return made
+
+
+FAULTS = (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError)
+WHOLE = dict(object=("}", read_object), xml=(">", read_xml), python=("]", read_python))
+STEPS = dict(text=in_text, json=in_json, tail=in_tail) | dict.fromkeys(WHOLE, in_whole)
