@@ -272,7 +272,7 @@ def vocabulary():
     ],
 )
 def test_a_text_fits_its_grammar_and_changes_no_other(family, axes, slots, options, pytestconfig):
-    count = 400 if pytestconfig.getoption("--all") else 24
+    count = 24 if not pytestconfig.getoption("--all") else 475 if slots > 1 else 100
     requests = mixed(count, slots)
     session = start_session(model_of(family, axes), slots, 128, "float32", **options)
     free = alone(family, axes, "logprobs" in options, slots, count)
