@@ -39,12 +39,10 @@ def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def tojson(
-    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any
-) -> str:
+def tojson(x: Any, ensure_ascii: Any = False, *given: Any, **named: Any) -> str:
     """Unlike jinja's own filter, this neither escapes for HTML nor sorts keys."""
-    more |= dict(ensure_ascii=ensure_ascii, indent=indent, separators=separators)
-    text = json.dumps(x, **more)
+    options: Any = dict(zip(("indent", "separators", "sort_keys"), given, strict=False)) | named
+    text = json.dumps(x, ensure_ascii=ensure_ascii, **options)
     # The marks of common/text/chat.py, U+F0000 and U+F0001, as ASCII has them.
     return re.sub(r"\\udb80\\udc0([01])", lambda found: chr(0xF0000 + int(found[1])), text)
 
