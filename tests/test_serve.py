@@ -235,7 +235,10 @@ def test_prompts_that_several_cpus_read_while_they_compile_are_not_timed():
         (Request([1], 4, top_p=0.0), "top_p must be"),
         (Request([1], 2.5), "max_new_tokens and logprobs must be whole numbers"),
         (Request([1], 4, logprobs=1.5), "logprobs must be whole numbers"),
-        (Request([1.5], 4), "prompt 2, stop_ids, max_new_tokens and logprobs must be whole"),
+        (
+            Request([1.5], 4),
+            "prompt 2, stop_ids, logit_bias, max_new_tokens and logprobs must be whole",
+        ),
         (Request([1], 4, stop_ids=5), "must be whole numbers"),
         (Request([1], 4, stop="Exit"), "stop must be a list of texts, not 'Exit'"),
         (Request([1], 4, stop=[5]), "stop must be a list of texts"),

@@ -312,7 +312,7 @@ def check_request(request: Request, capacity: int, config: Any, name: str = "the
         biased = [i for i, _ in request.logit_bias]
         [index(x) for x in (*ids, *biased, request.max_new_tokens, request.logprobs or 0)]
     except TypeError:
-        names = f"{name}, stop_ids, max_new_tokens, logprobs and the ids of logit_bias"
+        names = f"{name}, stop_ids, logit_bias, max_new_tokens and logprobs"
         raise ValueError(f"{names} must be whole numbers") from None
     stop = request.stop
     if not isinstance(stop, list | tuple) or not all(isinstance(x, str) for x in stop):
