@@ -437,3 +437,7 @@ def test_a_grammar_takes_calls_as_they_are_published_and_of_no_other_function(fo
             ids = encode(tok, said)
             taken = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
             assert taken != wrong, said
+            if required and not wrong:
+                single = grammar_of(tok, format, TOOLS, True, single=True)
+                matcher = llguidance.LLMatcher(machine, single)
+                assert (matcher.try_consume_tokens(ids) == len(ids)) == (count == 1), said

@@ -134,7 +134,8 @@ FIELDS: dict[str, dict[str, Kind]] = dict(
         max_output_tokens=OR_UNSET, reasoning=OBJECT, text=OBJECT,
         tools=Kind("a list of tools", ([], [dict])),
         tool_choice=Kind("a text or an object", (str, dict)),
-        include=Kind(f"one of {INCLUDED}", (*INCLUDED,)), **SHARED, **TURNS,
+        client_metadata=OBJECT, include=Kind(f"one of {INCLUDED}", (*INCLUDED,)),
+        **SHARED, **TURNS,
     ),
 )  # fmt: skip
 # Fields that are not supported, here or in the other protocols. Each is accepted if it is null or

@@ -35,7 +35,7 @@ class Served:
 
 
 def calls_of(
-    served: Served, tools: Sequence[Any], choice: Any, exact: bool
+    served: Served, tools: Sequence[Any], choice: Any, exact: bool, parallel: bool
 ) -> tuple[formats.Calls | None, str | None]:
     """How calls in a reply are read, and the grammar that they must fit. If `exact`, the grammar
     allows calls alone."""
@@ -52,7 +52,8 @@ def calls_of(
     try:
         grammar, calls = None, formats.start_calls(form, tools)
         if exact or any(tool["function"].get("strict") for tool in tools):
-            grammar = grammar_of(served.tok, form, wanted, exact)
+            single = name is not None or not parallel
+            grammar = grammar_of(served.tok, form, wanted, exact, single)
             check_grammar(served.session.model, grammar)
     except ValueError as error:
         raise Refused(str(error), "tools") from None
@@ -171,7 +172,8 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
     choice, requests = get("tool_choice", "auto"), list[Request]()
     tools, required = [] if choice == "none" else get("tools", []), choice not in ("none", "auto")
     # Beside a structure, calls are the other thing that the reply may be.
-    calls, must_fit = calls_of(served, tools, choice, required or structure is not None)
+    exact, parallel = required or structure is not None, get("parallel_tool_calls", True)
+    calls, must_fit = calls_of(served, tools, choice, exact, parallel)
     marks = calls is not None and served.tool_format != "harmony"
     for ids in prompts_of(served, kind, given, tools):
         grammar = structure

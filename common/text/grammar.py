@@ -47,10 +47,12 @@ def first_mark(text: str) -> str:
     return found[0] if found else ""
 
 
-def grammar_of(tok: Tokenizer, format: str, tools: Tools, required: bool) -> str:
-    """A grammar of replies in a format of FORMATS. If `required`, a reply is one or more calls, and
-    all arguments fit the functions' schemas. Else it is text, in which whatever begins like a call
-    is one; the arguments of functions with `strict` fit their schemas.
+def grammar_of(
+    tok: Tokenizer, format: str, tools: Tools, required: bool, single: bool = False
+) -> str:
+    """A grammar of replies in a format of FORMATS. If `required`, a reply is one or more calls, or
+    one if `single`, and all arguments fit the functions' schemas. Else it is text, in which
+    whatever begins like a call is one; the arguments of functions with `strict` fit their schemas.
 
     ValueError if the format cannot hold the arguments of such a function to its schema.
     """
@@ -66,7 +68,8 @@ def grammar_of(tok: Tokenizer, format: str, tools: Tools, required: bool) -> str
     more = f"({between} call)*" if form.around and (form.begin or form.between) else ""
     calls, leads = f"{begin} call {more} {end}", list[str]()
     if required:
-        start = calls if form.around else f"{calls} ({between} {calls})*"
+        calls = f"{begin} call {end}" if single else calls
+        start = calls if form.around or single else f"{calls} ({between} {calls})*"
     elif is_bare(form):
         tags = " | ".join(written(tok, x) for x in form.also if x in tokens)
         start = f"({tags})? {calls} | PLAIN" if tags else f"{calls} | PLAIN"
