@@ -74,6 +74,11 @@ def test_the_readmes_name_the_commands_that_are_tested_here():
 def test_links_lead_somewhere(file):
     for target in re.findall(r"\]\(([^)#:]+)[#)]", file.read_text()):
         assert (file.parent / target).exists(), f"{file.name} links to {target}"
+    for target, place in re.findall(r"\]\(([^)#:]*)#([a-z][^)]*)\)", file.read_text()):
+        page = (file.parent / target if target else file).read_text()
+        titles = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
+        places = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert place in places, f"{file.name} links to {target}#{place}"
 
 
 FIRST_PAGE = (ROOT / "README.md").read_text()

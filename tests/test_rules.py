@@ -59,7 +59,7 @@ VARIANTS = {"llama3": "scaled", "gpt_oss": "plain", "deepseek_r1": "yarn"}
 def model_of(family="llama3", axes=""):
     """A random model, whose tokens are the characters of ASCII, and one that ends a text."""
     module, config, weights, mesh, *_ = load(family, VARIANTS[family], axes)
-    vocab = {" Ġ"[i == 32] if i == 32 else chr(i): i - 32 for i in range(32, 127)}
+    vocab = {"Ġ" if i == 32 else chr(i): i - 32 for i in range(32, 127)}
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -143,7 +143,8 @@ def extend(
 def note_end(reply: Reply, max_new_tokens: int) -> None:
     """Says on stderr why a reply ended, unless it ended by itself or at --max-new-tokens."""
     if reply.finish == "invalid":
-        sys.stderr.write("[the reply ends here: the model's logits are NaN or infinite]\n")
+        why = "the model's logits are NaN or infinite, or a grammar grew too large"
+        sys.stderr.write(f"[the reply ends here: {why}]\n")
     if reply.finish == "length" and len(reply.tokens) < max_new_tokens:
         sys.stderr.write("[the reply ends here: its slot is full (see --max-len)]\n")
     if reply.finish == "length" and reply.channel != FINAL:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from common.loading.files import read_json_if_there
-from common.sampling import check
+from common.sampling import PENALTIES, check
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Keys that are not noted: do_sample, which is read; ids, which `load_tokenizer` reads; limits of
@@ -22,15 +22,10 @@ def read_generation(directory: Path) -> tuple[dict[str, float], list[str]]:
     file = directory / "generation_config.json"
     given = {key: x for key, x in read_json_if_there(file).items() if x is not None}
     settings = {name: given[name] for name in SETTINGS if name in given}
-    if "do_sample" in given:
-        settings = (
-            {"temperature": 1.0, **settings}
-            if given["do_sample"]
-            else {
-                "temperature": 0.0,
-                "repetition_penalty": given.get("repetition_penalty", 1),
-            }
-        )
+    if given.get("do_sample"):
+        settings = {"temperature": 1.0, **settings}
+    elif "do_sample" in given:
+        settings = {k: x for k, x in settings.items() if k in PENALTIES} | {"temperature": 0.0}
     if settings.get("repetition_penalty") == 1:
         del settings["repetition_penalty"]
     for name, value in settings.items():

@@ -48,7 +48,9 @@ def add(asked: Asked, choice: Choice, tok: Tokenizer, event: Event) -> None:
     token."""
     get = asked.given.get
     if event.token == INVALID:
-        raise Refused("the model's logits are NaN or infinite", status=500)
+        why = "the model's logits are NaN or infinite"
+        why += ", or the grammar grew too large" if choice.request.grammar is not None else ""
+        raise Refused(why, status=500)
     if choice.finish:  # it ended before the model did
         return
     if get("echo") and not choice.count:

@@ -38,7 +38,7 @@ def calls_of(
     served: Served, tools: Sequence[Any], choice: Any, exact: bool, parallel: bool
 ) -> tuple[formats.Calls | None, str | None]:
     """How calls in a reply are read, and the grammar that they must fit. If `exact`, the grammar
-    allows calls alone."""
+    allows calls alone, and one call if they are not `parallel`."""
     if not tools:
         if choice in ("none", "auto"):
             return None, None

@@ -143,7 +143,8 @@ class Reply:
                 self.text += piece.text
                 lines += self.of_item(f"{KINDS[kind].text}.delta", delta=piece.text)
         choice.pieces = []
-        return lines + (self.end() if choice.finish else "")
+        status = "incomplete" if choice.finish == "length" else "completed"
+        return lines + (self.end(status) if choice.finish else "")
 
     def part(self) -> dict[str, Any]:
         more: dict[str, Any] = dict(annotations=[], logprobs=[]) if self.kind == SAID else {}
@@ -156,12 +157,12 @@ class Reply:
         begun = self.of_item("output_item.added")
         return begun if kind == CALL else begun + self.of_item("content_part.added")
 
-    def end(self) -> str:
-        """Ends the newest item."""
+    def end(self, status: str = "completed") -> str:
+        """Ends the newest item. Only the last one of a reply can be incomplete."""
         if not self.kind:
             return ""
         item, done = self.items[-1], f"{KINDS[self.kind].text}.done"
-        item["status"] = "completed" if self.choices[0].finish != "length" else "incomplete"
+        item["status"] = status
         if self.kind == CALL:
             item["arguments"] = self.text
             lines = self.of_item(done, arguments=self.text, name=item["name"])

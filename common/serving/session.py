@@ -58,7 +58,7 @@ class Request(NamedTuple):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Sequence[tuple[int, float]] = ()  # token ids, and what is added to their logits
-    grammar: str | None = None  # of llguidance, which the answer must fit; what is thought is free
+    grammar: str | None = None  # of llguidance, which the whole reply must fit
     keep_special: bool = False  # special tokens come as text
 
     @property
@@ -84,7 +84,8 @@ class Counts(NamedTuple):
 
 class Event(NamedTuple):
     """One new token of a request. `finish` is None if more tokens will come; else "stop", "length",
-    or "invalid": the logits are NaN or infinite, and there is no token."""
+    or "invalid": the logits are NaN or infinite, or the grammar has failed, and there is no token.
+    """
 
     request: int
     token: int
@@ -109,7 +110,7 @@ class Work:
     ended: bool = False  # or given up
     scores: list[Score] = field(default_factory=list)  # of the prompt and of the first token
     counts: Counts = field(default_factory=Counts)
-    guide: Any = None  # how far the answer has come in its grammar
+    guide: Any = None  # how far the reply has come in its grammar
 
     @property
     def left(self) -> int:
