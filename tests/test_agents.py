@@ -239,6 +239,15 @@ SAID = events_of(
 )
 
 
+def test_only_the_last_item_of_a_response_can_be_incomplete():
+    tools = [dict(type="function", name=tool["function"]["name"]) for tool in TOOLS]
+    reply = begin(served(), "responses", dict(input="How is it?", tools=tools))
+    text = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>\nAnd th'
+    reply.add(0, Event(0, 5, "length", text))
+    items = [(item["type"], item["status"]) for item in reply.whole()["output"]]
+    assert items == [("function_call", "completed"), ("message", "incomplete")]
+
+
 def test_reasoning_and_calls_are_told_apart():
     body = dict(messages=USER, tools=TOOLS)
     whole, stream = (
