@@ -38,6 +38,13 @@ class Same(NamedTuple):
     path: str
 
 
+class Dropped(NamedTuple):
+    """The stored tensor is not loaded, provided that the files also hold a tensor called `beside`,
+    which shows what it belongs to."""
+
+    beside: str
+
+
 class Holds(NamedTuple):
     """The stored tensor must hold these whole numbers, or one number everywhere, and is dropped."""
 
@@ -46,7 +53,7 @@ class Holds(NamedTuple):
 
 Transform = Order | Axes | None
 # A path into the model file's `Weights`, alone or with how its axes are stored; None: dropped.
-Target = str | tuple[str, Transform] | Same | Holds | None
+Target = str | tuple[str, Transform] | Same | Dropped | Holds | None
 # By published name, in which `*` stands for a number and a last `**` for any ending. If several
 # rows match a name, the most specific wins: the name itself, then `prefix.**`, then a row that
 # spells out the first number (the layer's) and has a `*` for the others, then one with `*` for all.
@@ -57,7 +64,7 @@ def weight_of(target: Target) -> tuple[str, Transform] | None:
     """The path and the transform of the weight that a tensor becomes; None if it becomes none."""
     if isinstance(target, str):
         return target, None
-    return None if isinstance(target, Same | Holds) else target
+    return None if isinstance(target, Same | Dropped | Holds) else target
 
 
 def multimodal(table: Table, others: Collection[str]) -> Table:

@@ -71,7 +71,7 @@ from common.kernels.decode_attention import FEW_QUERIES
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
 from common.latents import append_latent, attend_expanded, attend_latent, empty_latent, whole_parts
-from common.names import Same, Table, fp8_table
+from common.names import Dropped, Same, Table, fp8_table
 from common.packing import Packing, read_packing
 from common.products import embed_rows, headwise, linear
 from common.quant import FP8_BLOCK, Fp8, Matrix, out_features
@@ -645,8 +645,8 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> the weight that it becomes. `*` stands for a number. `prefix.**` stands for
-    all names with that prefix, and wins if a row with `*` fits too. None: the tensor is not
-    loaded. `Same("x")`: it must equal weight x, and is not loaded."""
+    all names with that prefix, and wins if a row with `*` fits too. None, Dropped: the tensor is
+    not loaded. `Same("x")`: it must equal weight x, and is not loaded."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",
@@ -676,6 +676,7 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     }
     layers = config.num_hidden_layers
     for i in range(layers, layers + config.num_nextn_predict_layers):
-        table[f"model.layers.{i}.**"] = None  # a layer that drafts tokens
+        at = f"model.layers.{i}."  # a layer that drafts tokens
+        table[f"{at}**"] = Dropped(beside=f"{at}eh_proj.weight")
     # In fp8 each projection is stored as two tensors: values, and the scales of their blocks.
     return fp8_table(table, PROJECTIONS, shards) if config.fp8 else table

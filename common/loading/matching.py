@@ -15,7 +15,7 @@ from common.config import show
 from common.loading.files import first_lines
 from common.loading.reading import Limits, Span, chunks, read_rows, stored_shape
 from common.loading.stored import DTYPES, FLOATS, KEPT, StoredTensor, Tensors
-from common.names import Axes, Holds, Same, Table, Target, Transform, weight_of
+from common.names import Axes, Dropped, Holds, Same, Table, Target, Transform, weight_of
 from common.sharding import round_up
 from common.weights import Weight
 
@@ -106,6 +106,8 @@ def assign(tensors: Tensors, table: Table, arrays: dict[str, Weight]) -> dict[st
             target = target.path  # nothing to repeat: the files hold this one alone
         if isinstance(target, Same | Holds):
             checked.append((tensor, target))
+        if isinstance(target, Dropped) and target.beside not in tensors:
+            target = ""
         if (row := weight_of(target)) is None:
             continue
         path, expert = fill(row[0], numbers), numbers[row[0].count("*") :]
