@@ -182,7 +182,7 @@ def test_a_token_that_is_not_special_is_a_part_of_the_text(tmp_path):
 def test_two_special_tokens_of_one_name_are_refused(tmp_path):
     first = len(read_ranks(FILE))
     added = {str(first + i): {"content": "[BOS]"} for i in range(2)}
-    message = f"files give '[BOS]' the id {first + 1}, not {first}"
+    message = f"tokenizer files give '[BOS]' the id {first + 1}, not {first}"
     refused(ValueError, message, load_tokenizer, with_special(tmp_path, added))
 
 

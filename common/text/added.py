@@ -90,5 +90,6 @@ def add_tokens(
     backend.add_tokens(new)
     for i, token in tokens.items():
         if (got := backend.token_to_id(token.content)) != i:
-            raise ValueError(f"{directory}: files give {token.content!r} the id {i}, not {got}")
+            wrong = f"its tokenizer files give {token.content!r} the id {i}, not {got}"
+            raise ValueError(f"{directory}: {wrong}")
     return {name: token.content for name, token in names.items()}

@@ -54,7 +54,15 @@ def compiled(source: str) -> jinja2.Template:
     env.filters["tojson"] = tojson
     env.globals["raise_exception"] = raise_exception
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return env.from_string(source)
+    try:
+        return env.from_string(source)
+    except Exception as error:  # jinja2 may fail in any way on a damaged one
+        raise complaint(error) from None
+
+
+def complaint(error: Exception) -> ValueError:
+    what = " ".join(str(error).split())[:500] or type(error).__name__
+    return ValueError(f"chat template: {what}")
 
 
 @lru_cache(8)
@@ -75,13 +83,12 @@ def variables(source: str) -> set[str]:
 def render(source: str, values: dict[str, Any]) -> str:
     """Renders a template. ValueError with the template's own complaint, or if its text, which is
     measured as it is made, is too long."""
-    pieces, size = list[str](), 0
+    template, pieces, size = compiled(source), list[str](), 0
     try:
-        for piece in compiled(source).generate(values):
+        for piece in template.generate(values):
             pieces.append(piece)
             if (size := size + len(piece)) > LARGEST:
                 raise ValueError(f"its text has more than {LARGEST} characters")
     except Exception as error:  # foreign code: it may fail in any way
-        what = " ".join(str(error).split())[:500] or type(error).__name__
-        raise ValueError(f"chat template: {what}") from None
+        raise complaint(error) from None
     return "".join(pieces)
