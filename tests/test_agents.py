@@ -334,9 +334,10 @@ def test_a_response_calls_a_tool_and_goes_on(client):
         (dict(conversation="conv_1"), "conversation is not supported"),
         (dict(input=[dict(type="item_reference", id="x")]), "items of type item_reference"),
         (dict(input=[dict(role="user", content=[dict(type="input_image")])]), "must be text"),
+        (dict(tools=[dict(name="wait")]), "tools must be a list of tools with a type"),
         (
-            dict(tools=[dict(type="web_search")]),
-            "web_search is not supported: only",
+            dict(tools=[dict(type="web_search")], tool_choice=dict(type="web_search")),
+            "tool_choice must be",
         ),
         (dict(include=["file_search_call.results"]), "include must be one of [[], "),
         (dict(text=dict(format=dict(type="x"))), "response_format must be"),
@@ -348,6 +349,13 @@ def test_what_a_response_cannot_have_is_refused_by_name(more, told):
     with pytest.raises(Refused) as error:
         begin(served(), "responses", dict(input="a") | more)
     assert told in str(error.value)
+
+
+def test_only_functions_are_offered_to_the_model():
+    tools = [dict(type="web_search"), *FLAT, dict(type="namespace", name="x", tools=FLAT)]
+    reply = begin(served(), "responses", dict(input="a", tools=tools))
+    assert reply.whole()["tools"] == FLAT
+    assert [tool["function"]["name"] for tool in reply.asked.given["tools"]] == ["weather", "wait"]
 
 
 def test_an_error_of_a_response_reaches_its_client(client):

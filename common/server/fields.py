@@ -132,7 +132,7 @@ FIELDS: dict[str, dict[str, Kind]] = dict(
     responses=dict(
         input=Kind("a text or a list of items", (str, [dict])), instructions=TEXT,
         max_output_tokens=OR_UNSET, reasoning=OBJECT, text=OBJECT,
-        tools=Kind("a list of tools", ([], [dict])),
+        tools=Kind("a list of tools with a type", ([], [{"type": str, ...: object}])),
         tool_choice=Kind("a text or an object", (str, dict)),
         client_metadata=OBJECT, include=Kind(f"one of {INCLUDED}", (*INCLUDED,)),
         **SHARED, **TURNS,

@@ -30,7 +30,7 @@ KINDS = {
 STATUS = {None: "in_progress", "length": "incomplete"}  # by what has ended the reply
 # What a response repeats of its request, and says if that does not.
 REPEATED: dict[str, Any] = dict(
-    instructions=None, max_output_tokens=None, metadata={}, reasoning=None, tools=[],
+    instructions=None, max_output_tokens=None, metadata={}, reasoning=None,
     tool_choice="auto", parallel_tool_calls=True, text=dict(format=dict(type="text")),
 )  # fmt: skip
 
@@ -55,19 +55,21 @@ def message_of(item: dict[str, Any]) -> dict[str, Any]:
 def as_chat(body: Any) -> dict[str, Any]:
     """The same request as one for chat completions. Refused if it has anything else."""
     given = fields_of("responses", body)
-    tools, form = given.get("tools", []), given.get("text", {}).get("format")
-    for kind in (str(tool.get("type")) for tool in tools if tool.get("type") != "function"):
-        what = f"{kind[:80]} is not supported: only tools of type function"
-        raise Refused(what, "tools")
+    form = given.get("text", {}).get("format")
     same = FIELDS["chat"].keys() & given.keys() - {"stream_options"}
     return {name: given[name] for name in same} | dict(
         messages=messages_of(given),
         max_completion_tokens=given.get("max_output_tokens"),
         reasoning_effort=given.get("reasoning", {}).get("effort"),
         response_format=nested(form, "json_schema"),
-        tools=[nested(tool, "function") for tool in tools],
+        tools=[nested(tool, "function") for tool in functions(given)],
         tool_choice=nested(given.get("tool_choice"), "function"),
     )
+
+
+def functions(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tools that the model is offered. It can call no others: a search would run here."""
+    return [tool for tool in given.get("tools") or [] if tool["type"] == "function"]
 
 
 def nested(x: Any, kind: str) -> Any:
@@ -112,6 +114,7 @@ class Reply:
             background=False, truncation="disabled", previous_response_id=None,
             **{name: x if body.get(name) is None else body[name] for name, x in REPEATED.items()},
         )  # fmt: skip
+        self.known["tools"] = functions(body)
 
     def line(self, kind: str, **more: Any) -> str:
         event = dict(type=kind, sequence_number=self.sent, **more)
