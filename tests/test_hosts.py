@@ -6,6 +6,7 @@ import http.client
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -142,7 +143,11 @@ def test_process_0_listens_and_all_serve(pair):
         connection.request("POST", "/v1/completions", json.dumps(body))
         answer = json.loads(connection.getresponse().read())
         assert answer["choices"][0]["text"] == text.removesuffix("\n")
-        body |= dict(max_tokens=300, stream=True)
+        body |= dict(structured_outputs=dict(regex="([a-z]{2} ){6}"), presence_penalty=1)
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        ruled = json.loads(connection.getresponse().read())["choices"][0]["text"]
+        assert re.fullmatch("([a-z]{2} ){6}", ruled)
+        body = dict(prompt="ACT I.", temperature=0, max_tokens=300, stream=True)
         connection.request("POST", "/v1/completions", json.dumps(body))
         stream = connection.getresponse()
         assert stream.readline().startswith(b"data: {")

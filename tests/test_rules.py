@@ -234,9 +234,10 @@ def mixed(count, seed):
 
 
 @functools.cache
-def alone(family, axes, logprobs, seed, count):
-    """The answers to the requests without a grammar, where no other requests are."""
-    session = start_session(model_of(family, axes), 2, 128, "float32", logprobs=logprobs)
+def alone(family, axes, slots, logprobs, seed, count):
+    """The answers to the requests without a grammar, where no other requests are. With another
+    number of slots, products may be rounded in another way."""
+    session = start_session(model_of(family, axes), slots, 128, "float32", logprobs=logprobs)
     return answers(session, mixed(count, seed)[3::4])
 
 
@@ -275,7 +276,7 @@ def test_a_text_fits_its_grammar_and_changes_no_other(family, axes, slots, optio
     count = 24 if not pytestconfig.getoption("--all") else 475 if slots > 1 else 100
     requests = mixed(count, slots)
     session = start_session(model_of(family, axes), slots, 128, "float32", **options)
-    free = alone(family, axes, "logprobs" in options, slots, count)
+    free = alone(family, axes, slots, "logprobs" in options, slots, count)
     check_all(requests, answers(session, requests), free)
 
 
@@ -296,7 +297,7 @@ def test_requests_that_are_given_up_change_no_text():
     stay = [i for i in range(len(requests)) if i % 5 != 2]
     free = {
         i // 4: answer
-        for i, answer in zip(range(3, 16, 4), alone("llama3", "", True, 3, 16), strict=True)
+        for i, answer in zip(range(3, 16, 4), alone("llama3", "", 8, True, 3, 16), strict=True)
     }
     assert all(len(got[i][2]) == 1 for i in range(len(requests)) if i not in stay)
     for i in stay:
