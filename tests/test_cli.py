@@ -18,7 +18,7 @@ import pytest
 from engine import ENVIRONMENT, FIXTURES, hf_config
 from safetensors.numpy import load_file, save_file
 
-from common.command import cli, memory
+from common.command import cli
 from common.command.arguments import parser
 from common.command.converse import read_prompts
 from common.serving.load import load, open_model
@@ -227,7 +227,7 @@ def test_greedy_is_the_default_and_one_note_names_what_is_recommended(
     monkeypatch.setattr(cli, "plan_prompts", lambda *x: (planned.append(plan(*x)[0]), sys.exit(2)))
     with pytest.raises(SystemExit):
         cli.main(model, ["--ckpt", instruct, "--prompt", "x", *options.split()])
-    (request,) = planned[0].requests
+    (request,) = planned[0]
     assert (request.temperature, request.top_k, request.top_p, request.min_p) == settings
     notes = ["[generation_config.json: num_beams=4 is not applied]", *[ADVICE] * (not options)]
     assert capsys.readouterr().err.splitlines() == notes
@@ -325,11 +325,11 @@ def test_more_than_the_memory_of_a_device_is_refused(monkeypatch):
     cache = jax.tree.leaves((session.states[0].cache, session.prompts[0].cache))
     need = sum(x.nbytes for x in jax.tree.leaves(llama.weights) + cache)
     for models, room in (([llama], need), ([llama, llama], 2 * need)):
-        monkeypatch.setattr(memory, "memory_of", lambda device, room=room: room)
-        memory.check_memory(models, 3, 256, "float32")
-        monkeypatch.setattr(memory, "memory_of", lambda device, room=room: room - 1)
+        monkeypatch.setattr(cli, "memory_of", lambda device, room=room: room)
+        cli.check_memory(models, 3, 256, "float32")
+        monkeypatch.setattr(cli, "memory_of", lambda device, room=room: room - 1)
         with pytest.raises(ValueError, match=r"3 slots of 256 positions .* use fewer --slots"):
-            memory.check_memory(models, 3, 256, "float32")
+            cli.check_memory(models, 3, 256, "float32")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The command line that every family has. `arguments` declares its options and checks whether they
-go together. `cli` opens a model, loads and runs it. `converse` prints replies and conversations,
-and `dryrun` prints dry runs. `environment` makes JAX's settings, and `memory` checks whether a
-model fits.
+go together. `cli` opens a model, loads and runs it. `converse` makes requests of prompts, prints
+replies and holds conversations, and `dryrun` prints dry runs. `environment` makes JAX's settings.
 
 Imports everything; only a family's `main.py` imports it. To start, read `run` in `cli.py`.
 """

@@ -11,16 +11,6 @@ from common.loading.generation import SETTINGS
 from common.serving.session import DRAFT_TOKENS
 from common.text.tools import FORMATS
 
-EXAMPLES = """
-examples:
-  python -m {name}.main                             the small model in this repository
-  python -m {name}.main --ckpt DIR_OR_HUB_ID --prompt "Hello"
-  python -m {name}.main --ckpt DIR_OR_HUB_ID --chat --system "Answer in verse."
-  python -m {name}.main --ckpt DIR_OR_HUB_ID --prompts questions.txt --json > answers.jsonl
-  python -m {name}.main --ckpt DIR_OR_HUB_ID --serve
-  python -m {name}.main --ckpt DIR_OR_HUB_ID --quant int8 --kv-quant int8 --mesh expert=4,tensor=2
-  python -m {name}.main --ckpt DIR_OR_HUB_ID --quant int8 --dry-run v5e:4x4 v5e:8x8
-"""
 MOST_DRAFTS = 32  # a step samples each of them by code of its own, which takes long to compile
 # An option of ONLY_WITH needs the option that leads its row; one of NOT_WITH does not go with it.
 ONLY_WITH = dict(
@@ -30,26 +20,12 @@ ONLY_WITH = dict(
     draft=("draft_tokens",),
 )
 SAMPLING = (*SETTINGS, "sampling", "json_schema", "max_new_tokens")
+PROMPTS = ("chat", "prompt", "prompts", "system", "think", "stop", "show_analysis")
+RUNS = ("serve", "profile", "distributed", "adapter", "keep", "keep_host", "allow_nonfinite")
 NOT_WITH = dict(
     chat=("json", "raw", "prompt", "prompts"),
-    serve=(
-        *("chat", "prompt", "prompts", "system", "think", "stop", "raw", "json", "show_analysis"),
-        *SAMPLING,  # which the requests say
-    ),
-    dry_run=(
-        *(
-            "chat",
-            "prompt",
-            "prompts",
-            "system",
-            "think",
-            "stop",
-            "serve",
-            "profile",
-            "distributed",
-        ),
-        *("adapter", "keep", "keep_host", "show_analysis", "allow_nonfinite", "seed", *SAMPLING),
-    ),
+    serve=(*PROMPTS, *SAMPLING, "raw", "json"),  # requests say this
+    dry_run=(*PROMPTS, *SAMPLING, *RUNS, "seed"),
 )
 
 
@@ -74,7 +50,7 @@ def check_options(args: argparse.Namespace) -> None:
     for other, names in NOT_WITH.items():
         if other in given and (wrong := sorted(given.intersection(names))):
             raise ValueError(f"{option(wrong[0])} does not go with {option(other)}")
-    if args.draft_tokens is not None and args.draft == "mtp":
+    if "draft_tokens" in given and args.draft == "mtp":
         raise ValueError("--draft-tokens does not go with --draft mtp, which drafts one token")
     if args.dry_run and args.draft not in (None, "mtp"):
         raise ValueError(f"--draft {args.draft} does not go with --dry-run: it takes mtp alone")
@@ -82,20 +58,17 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--mesh {' '.join(args.mesh)}: only --dry-run takes several meshes")
 
 
-def number(kind: type, least: float, most: float = 10**12) -> Callable[[str], Any]:
-    """Reads a number from `least` to `most`."""
+def within(kind: type, least: float, most: float = 10**12) -> Callable[[str], Any]:
+    """Returns a function that reads a number from `least` to `most`."""
 
-    def read(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    def number(text: str) -> Any:  # argparse's message about a text that `kind` refuses names this
+        value = kind(text)
         if not least <= value <= most:
             what = f"at most {most}" if value > most else f"at least {least}"
             raise argparse.ArgumentTypeError(f"must be {what}, got {value}")
         return value
 
-    return read
+    return number
 
 
 def place(text: str) -> str:
@@ -117,105 +90,81 @@ def parser(name: str) -> argparse.ArgumentParser:
     ap = Parser(
         prog=f"python -m {name}.main",
         description=f"Generate text with a checkpoint of {name} on CPU, GPU or TPU.",
-        epilog=EXAMPLES.format(name=name),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples: --prompt Hello; --ckpt DIR --chat; --ckpt DIR --serve; --dry-run v5e:4x4",
     )
     flag: Any = dict(action="store_true")
     several: Any = dict(action="append", default=[])
-    count = partial(number, int)
+    count = partial(within, int)
     add = ap.add_argument_group("model").add_argument
     add("--ckpt", help="directory or Hugging Face hub id (default: the bundled demo model)")
     add("--adapter", metavar="DIR_OR_HUB_ID", help="a LoRA adapter to merge into the model")
     add("--revision", metavar="R", help="branch, tag or commit of the hub repository")
     add("--dtype", choices=["float32", "bfloat16"], help="of activations and plain weights")
-    forms = "{int8,int4,int4:GROUP}"
     told = "store matrices in 8 bits, or in 4 with a scale for GROUP neighbours in a row (64)"
-    add("--quant", metavar=forms, help=told)
+    add("--quant", metavar="{int8,int4,int4:GROUP}", help=told)
     add("--kv-quant", choices=["int8"], help="store the key/value cache in 8 bits")
     add("--allow-nonfinite", **flag, help="load weights even if some are NaN or infinite")
-    told = "make random weights; --ckpt may be a config.json or the name of a published size"
-    add("--random", **flag, help=told)
-    told = "devices on each axis: data splits slots, expert and tensor split the model, as in "
-    told += "data=2,expert=4,tensor=2 (default: chosen); --dry-run takes several meshes"
-    add("--mesh", nargs="+", default=[], metavar="AXES", help=told)
+    add("--random", **flag, help="random weights; --ckpt may be a config.json or a published size")
+    told = "how devices split slots (data) and the model, as in data=2,expert=4,tensor=2"
+    add("--mesh", nargs="+", default=[], metavar="AXES", help=f"{told} (default: chosen)")
 
     add = ap.add_argument_group("prompts (default: standard input, as one prompt)").add_argument
-    add("--prompt", action="append", metavar="P", help="a prompt; may be given several times")
+    add("--prompt", action="append", metavar="P", help="a prompt; may be repeated")
     add("--prompts", type=Path, metavar="FILE", help="read prompts from FILE, one per line")
     add("--chat", **flag, help="hold a conversation: each line of standard input is a turn")
     add("--system", metavar="S", help="system message for the chat template")
-    told = "let a model that can do both think before it answers, or not"
-    add("--think", action=argparse.BooleanOptionalAction, help=told)
+    either = argparse.BooleanOptionalAction
+    add("--think", action=either, help="think before the answer, or not (if a model can do both)")
     add("--raw", **flag, help="give the model the prompt without any chat template")
     add("--show-analysis", **flag, help="also show what the model thinks before its answer")
-    told = "end the reply before this text; may be given several times"
-    add("--stop", **several, metavar="S", help=told)
+    add("--stop", **several, metavar="S", help="end the reply before this text; may be repeated")
 
     add = ap.add_argument_group("sampling (default: greedy)").add_argument
-    told = "the longest reply, in tokens (default: 256)"
-    add("--max-new-tokens", type=count(1), default=256, metavar="N", help=told)
-    told = "divides the logits; 0 takes the likeliest token (default: 0)"
-    add("--temperature", type=float, metavar="T", help=told)
-    told = "sample from the K likeliest tokens alone; 0 keeps all (default: 0)"
-    add("--top-k", type=int, metavar="K", help=told)
-    told = "sample from the likeliest tokens that together have probability P (default: 1)"
-    add("--top-p", type=float, metavar="P", help=told)
-    told = "drop tokens with less than P times the probability of the likeliest (default: 0)"
-    add("--min-p", type=float, metavar="P", help=told)
-    told = "divides the logits of tokens that the text has, or multiplies them below 0 (default: 1)"
-    add("--repetition-penalty", type=float, metavar="P", help=told)
-    told = "every answer is JSON that fits the schema in FILE"
-    add("--json-schema", type=Path, metavar="FILE", help=told)
-    told = "take settings that are not given from the checkpoint's generation_config.json"
-    add("--sampling", choices=["published"], help=told)
+    add("--max-new-tokens", type=count(1), default=256, metavar="N", help="at most (default: 256)")
+    add("--temperature", type=float, metavar="T", help="divides the logits (default: 0, greedy)")
+    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: 0, all)")
+    add("--top-p", type=float, metavar="P", help="keep the likeliest tokens of total probability P")
+    add("--min-p", type=float, metavar="P", help="keep tokens of P times the highest probability")
+    add("--repetition-penalty", type=float, metavar="P", help="weakens tokens that the text has")
+    add("--json-schema", type=Path, metavar="FILE", help="make answers JSON that fits the schema")
+    add("--sampling", choices=["published"], help="take what generation_config.json recommends")
     told = "prompt i, counted from 0, is sampled with seed (S + i) mod 2**32 (default: 0)"
     add("--seed", type=count(0, 2**32 - 1), default=0, metavar="S", help=told)
 
     add = ap.add_argument_group("serving (needs pip install -e '.[serve]')").add_argument
     told = "serve the OpenAI protocol, and a page to talk to (default: 127.0.0.1:8000)"
-    local = "127.0.0.1:8000"
-    add("--serve", nargs="?", type=place, const=local, metavar="HOST:PORT", help=told)
-    told = "refuse requests without this key (default: FOLIO_API_KEY, if that is set)"
-    add("--api-key", metavar="KEY", help=told)
+    add("--serve", nargs="?", type=place, const="127.0.0.1:8000", metavar="HOST:PORT", help=told)
+    add("--api-key", metavar="KEY", help="that requests must have (default: FOLIO_API_KEY)")
     told = "how many requests may wait for a slot; others are refused (default: 256)"
     add("--queue", type=count(0), default=256, metavar="N", help=told)
     told = "seconds that replies may still take after SIGTERM or Ctrl-C (default: 30)"
-    add("--grace", type=number(float, 0), default=30.0, metavar="S", help=told)
-    told = "let web pages of this origin call the server; may be given several times"
-    add("--allow-origin", **several, metavar="ORIGIN", help=told)
-    told = "a further name of this machine, such as a proxy gives it; may be given several times"
-    add("--allow-host", **several, metavar="NAME", help=told)
-    told = "how the model writes calls of tools (default: seen from its chat template)"
-    add("--tool-format", choices=[*FORMATS], help=told)
+    add("--grace", type=within(float, 0), default=30.0, metavar="S", help=told)
+    add("--allow-origin", **several, metavar="ORIGIN", help="web pages of ORIGIN may call, too")
+    add("--allow-host", **several, metavar="NAME", help="NAME is this machine, too, as by a proxy")
+    add("--tool-format", choices=[*FORMATS], help="of tool calls (default: as the template says)")
 
     add = ap.add_argument_group("dry run (needs no weights and no accelerator)").add_argument
-    told = "compile for other devices without running: print whether the model fits, and what a "
-    told += "step moves and sends. A TOPOLOGY is v5e:4x4, v6e:8x8, v5p:2x2x4, tpu7x:2x2x1, h100:8, "
-    told += "cpu:8, ...; --ckpt may be the name of a published size"
+    told = "compile for v5e:4x4, v6e:8x8, v5p:2x2x4, tpu7x:2x2x1, h100:8, cpu:8, ... without "
+    told += "running, and print whether the model fits, and what a step moves and sends"
     add("--dry-run", nargs="+", metavar="TOPOLOGY", help=told)
     told = "prompt tokens that are prefilled at once (default: 512)"
     add("--prompt-tokens", type=count(1), default=512, metavar="T", help=told)
     add("--layers", type=count(1), metavar="N", help="compile only N layers (default: all)")
 
     add = ap.add_argument_group("running").add_argument
-    told = "positions per slot, for a prompt and its reply (default: what the prompts need)"
-    add("--max-len", type=count(1), metavar="N", help=told)
-    told = "how many prompts are decoded together (default: all of them, up to 8)"
-    add("--slots", type=count(1), metavar="N", help=told)
+    add("--max-len", type=count(1), metavar="N", help="positions per slot (default: as needed)")
+    add("--slots", type=count(1), metavar="N", help="prompts decoded together (default: up to 8)")
     told = "prefix cache: device memory for N ended sequences beside the slots (default: 0)"
     add("--keep", type=count(0), default=0, metavar="N", help=told)
     told = "prefix cache: host memory for further sequences (default: 0)"
-    add("--keep-host", type=number(float, 0), default=0.0, metavar="GB", help=told)
-    told = "speculative decoding: SOURCE is lookup (prompt lookup), auto (lookup, while that is "
-    told += "faster), mtp (DeepSeek's own layer), or a smaller model's directory or hub id, which "
-    told += "FAMILY: precedes if it is of another family"
+    add("--keep-host", type=within(float, 0), default=0.0, metavar="GB", help=told)
+    told = "speculative decoding by lookup (in the text itself), auto (lookup, while that is "
+    told += "faster), mtp (DeepSeek's own layer), or [FAMILY:]CKPT, a smaller model"
     add("--draft", metavar="SOURCE", help=told)
     told = f"how many tokens are drafted at once (default: {DRAFT_TOKENS}; mtp: 1)"
-    add("--draft-tokens", type=count(1, MOST_DRAFTS), metavar="K", help=told)
-    told = "print JSON: one record per prompt, or the figures of a dry run"
-    add("--json", **flag, help=told)
-    told = "write a profiler trace into DIR; open it at ui.perfetto.dev"
-    add("--profile", metavar="DIR", help=told)
+    add("--draft-tokens", type=count(1, MOST_DRAFTS), default=DRAFT_TOKENS, metavar="K", help=told)
+    add("--json", **flag, help="print JSON: one record per prompt, or the figures of a dry run")
+    add("--profile", metavar="DIR", help="write a profiler trace into DIR, for ui.perfetto.dev")
     add_host_options(ap)
     return ap
 

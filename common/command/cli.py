@@ -4,70 +4,48 @@ stdout carries the text and nothing else; progress, the summary and errors go to
 mistake gets one line and exit code 2.
 """
 
-import argparse
 import contextlib
 import importlib
 import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from common.command.arguments import check_options, parser, read_host_options
-from common.command.converse import (
-    Job,
-    answer_prompts,
-    converse,
-    encode_prompt,
-    make_request,
-    read_prompts,
-)
+from common.command.converse import answer_prompts, converse, plan_prompts, read_prompts
 from common.command.environment import configure_jax
-from common.command.memory import check_memory
 from common.loading.checkpoint import progress_bar
 from common.loading.files import first_line
 from common.loading.generation import SETTINGS
 from common.loading.shape import folder
 from common.machines.bandwidth import experts_read, read_bandwidth, step_bytes
 from common.machines.hosts import Facts, Rank, agree, facts_of, find_rank, join
-from common.serving.load import Model, check_fits, open_model, read_weights
+from common.machines.mesh_choice import Plan, load_of
+from common.serving.load import Model, cache_dtype, check_fits, open_model, read_weights
 from common.serving.serve import close, step
-from common.serving.session import (
-    DRAFT_TOKENS,
-    PROMPT_CHUNK,
-    Session,
-    cache_dtype,
-    capacity_for,
-    check_request,
-    start_session,
-)
-from common.sharding import DATA, axes_of, make_mesh, parse_mesh, round_up
+from common.serving.session import PROMPT_CHUNK, Session, start_session
+from common.sharding import DATA, axes_of, make_mesh, parse_mesh
 from common.text.reply import has_channels
 
 
-def open_from(module: ModuleType, args: argparse.Namespace, prompts: int) -> Model:
+def open_from(module: ModuleType, args: Namespace, prompts: int) -> Model:
     """Opens the model that the options name, without its weights."""
+    names = ("revision", "dtype", "quant", "kv_quant", "random", "adapter")
+    options: Any = {name: getattr(args, name) for name in names}
     axes: Any = parse_mesh(",".join(args.mesh))
-    return open_model(
-        module,
-        args.ckpt,
-        revision=args.revision,
-        mesh=make_mesh(**axes) if axes else None,
-        dtype=args.dtype,
-        quant=args.quant,
-        kv_quant=args.kv_quant,
-        random=args.random,
-        adapter=args.adapter,
-        slots=args.slots or min(prompts, 8),
-        capacity=args.max_len or 2048,
-    )
+    options["mesh"] = make_mesh(**axes) if axes else None
+    slots, capacity = args.slots or min(prompts, 8), args.max_len or 2048
+    return open_model(module, args.ckpt, slots=slots, capacity=capacity, **options)
 
 
-def open_draft(module: ModuleType, args: argparse.Namespace, model: Model) -> Model | str | None:
+def open_draft(module: ModuleType, args: Namespace, model: Model) -> Model | str | None:
     """Opens the model that drafts, without its weights; or returns the name of another source."""
     if args.draft in (None, "lookup", "auto", "mtp"):
         return None if args.draft == "mtp" else args.draft
@@ -85,45 +63,42 @@ def open_draft(module: ModuleType, args: argparse.Namespace, model: Model) -> Mo
     return draft
 
 
-Sizes = tuple[int, int]  # the slots of a session, and the positions of each
+def memory_of(device: jax.Device) -> int | None:
+    """Returns the bytes of a device's memory; None if that is not known."""
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit")
+    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
 
 
-def sizes_for(model: Model, args: argparse.Namespace, need: int, prompts: int) -> Sizes:
-    """Returns the sizes for `prompts` prompts. A slot gets --max-len positions; by default, as many
-    as the longest prompt and its reply `need`. It never gets more than the model has."""
-    limit, rows = model.config.max_position_embeddings, model.mesh.shape[DATA]
-    if args.max_len is not None and args.max_len > limit:
-        raise ValueError(f"--max-len {args.max_len} is above max_position_embeddings, {limit}")
-    slots = args.slots or round_up(min(prompts, 8), rows)
-    if slots % rows:
-        raise ValueError(f"--slots {slots} cannot be split evenly over data={rows}")
-    return slots, args.max_len or capacity_for(need, limit)
+def check_memory(
+    models: Sequence[Model], slots: int, capacity: int, dtype: DTypeLike, keep: int = 0
+) -> None:
+    """ValueError if the weights and the caches of models that share a mesh need more memory than
+    the devices have. `keep` slots are beside the others."""
+    mesh, on_cpu = models[0].mesh, models[0].on_cpu
+    device, rows = mesh.local_devices[0], mesh.shape[DATA]
+    if (have := memory_of(device)) is None:
+        return
+    sharing = min(jax.local_device_count(), mesh.size) if on_cpu else 1
+    weights = cache = 0
+    for m in models:
+        kept: Any = dict(dtype=m.dtype, cache_dtype=dtype, storage=m.storage, on_cpu=on_cpu)
+        load = load_of(Plan(m.module, m.config, rows, capacity, **kept), mesh.shape)
+        weights += sharing * load.weights
+        # Beside the slots, each data shard has a place where prompts are read.
+        cache += sharing * load.cache * (slots + keep + rows) // rows
+    if weights + cache > have:
+        need, room, all_ = (f"{x / 1e9:,.1f} GB" for x in (weights, cache, have))
+        kept = f" and {keep} kept ones" if keep else ""
+        raise ValueError(
+            f"the weights take {need} and {slots} slots{kept} of {capacity} positions {room} with "
+            f"those where prompts are read, but a device has {all_}: use fewer --slots, a smaller "
+            "--max-len, --quant, or a larger --mesh"
+        )
 
 
-def plan_prompts(model: Model, args: argparse.Namespace, texts: list[str]) -> tuple[Job, Sizes]:
-    """Encodes and checks all prompts before any weight is loaded."""
-    ids = [encode_prompt(model, args, text) for text in texts]
-    requests = [make_request(model, args, x, i) for i, x in enumerate(ids)]
-    sizes = sizes_for(model, args, max(map(len, ids)) + args.max_new_tokens, len(texts))
-    for i, request in enumerate(requests):
-        check_request(request, sizes[1], model.config, f"prompt {i + 1}")
-    return Job(texts, requests), sizes
-
-
-def plan_later(model: Model, args: argparse.Namespace) -> tuple[Job, Sizes]:
-    """Checks what a conversation or a server needs; its prompts come later."""
-    tok = model.tokenizer
-    if args.chat and (tok is None or tok.chat_template is None):
-        raise ValueError("--chat needs a checkpoint with a chat template, and this one has none")
-    if tok is None:
-        raise ValueError("--serve needs a checkpoint with a tokenizer, and this one has none")
-    need, rows = min(model.config.max_position_embeddings, 4096), model.mesh.shape[DATA]
-    sizes = sizes_for(model, args, need, rows if args.chat else 8)
-    check_request(make_request(model, args, [0], 0), sizes[1], model.config)
-    return Job([], []), sizes
-
-
-def recommended(model: Model, args: argparse.Namespace) -> list[str]:
+def recommended(model: Model, args: Namespace) -> list[str]:
     """Says what the checkpoint recommends, if nothing decides how to sample."""
     told = [args.sampling, args.serve, *(getattr(args, name) for name in SETTINGS)]
     if model.sampling in ({}, {"temperature": 0}) or any(x is not None for x in told):
@@ -152,14 +127,12 @@ def summary(session: Session, load_s: float) -> str:
         read = step_bytes(model.weights, session.states[0].cache, s.filled / steps, share)
         if s.drafts:
             parts.append(f"{100 * s.drafts_right / s.drafts:.0f}% of {s.drafts} drafts were right")
-        reached = read * s.decode_steps / s.decode_s
-        parts.append(
-            f"{100 * reached / bandwidth:.0f}% of the {bandwidth / 1e9:.0f} GB/s read floor"
-        )
+        reached = read * s.decode_steps / s.decode_s / bandwidth
+        parts.append(f"{100 * reached:.0f}% of the {bandwidth / 1e9:.0f} GB/s read floor")
     return "; ".join(parts)
 
 
-def answer_calls(session: Session, args: argparse.Namespace, listener: Any) -> None:
+def answer_calls(session: Session, args: Namespace, listener: Any) -> None:
     """Serves until it is told to end. Process 0 listens, and the others follow."""
     if listener is not None:
         from common.server.http import serve_http
@@ -215,9 +188,9 @@ def main(
 ) -> None:
     """Runs the command line of a model file: checks everything, then loads, then generates.
     With --draft mtp, the module `drafting` takes its place."""
-    mistake = None
+    name, mistake = str(module.__package__), None
     try:
-        args = parser(str(module.__package__)).parse_args(argv)
+        args = parser(name).parse_args(argv)
     except ValueError as error:
         args, mistake = read_host_options(argv), error
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -230,9 +203,7 @@ def main(
             raise mistake
         check_options(args)
         if args.draft == "mtp" and drafting is None:
-            raise ValueError(
-                f"--draft mtp: files of {module.__package__} hold no layer that drafts"
-            )
+            raise ValueError(f"--draft mtp: files of {name} hold no layer that drafts")
         if args.chat and rank is not None:
             raise ValueError("--chat talks to one process, and here are several")
         facts = Facts() if rank is None else facts_of(module, args)
@@ -251,9 +222,7 @@ def main(
     run(module, args, prompts, rank)
 
 
-def run(
-    module: ModuleType, args: argparse.Namespace, prompts: list[str], rank: Rank | None
-) -> None:
+def run(module: ModuleType, args: Namespace, prompts: list[str], rank: Rank | None) -> None:
     """Opens the model without its weights, encodes and checks the prompts, checks the memory, loads
     the weights, and then generates."""
     configure_jax(parse_mesh(",".join(args.mesh)), rank.processes if rank else 1)
@@ -270,7 +239,7 @@ def run(
     tok = None if args.raw else model.tokenizer
     if args.show_analysis and not (tok and tok.chat_template and has_channels(tok)):
         raise ValueError("--show-analysis: no channels in this model's answers, or --raw was given")
-    job, sizes = plan_prompts(model, args, prompts) if prompts else plan_later(model, args)
+    requests, sizes = plan_prompts(model, args, prompts)
     cache = cache_dtype(model.dtype, model.on_cpu, args.kv_quant)
     smaller = open_draft(module, args, model)
     models = [x for x in (model, smaller) if isinstance(x, Model)]
@@ -288,7 +257,7 @@ def run(
         keep_host=args.keep_host,
         reuse_multiple=1 if args.chat else PROMPT_CHUNK,
         draft=rest[0] if rest else smaller,
-        draft_tokens=args.draft_tokens or DRAFT_TOKENS,
+        draft_tokens=args.draft_tokens,
         logprobs=bool(args.serve) and args.draft != "mtp",
     )
     interrupted = False
@@ -298,7 +267,7 @@ def run(
         elif args.chat:
             interrupted = converse(session, args)
         else:
-            interrupted = answer_prompts(session, args, job)
+            interrupted = bool(answer_prompts(session, args, prompts, requests)[1])
     sys.stderr.write(f"[{summary(session, load_s)}]\n")
     if interrupted:
         sys.exit(130)

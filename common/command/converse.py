@@ -1,40 +1,43 @@
-"""Shows replies as they come, from tokens to text, for prompts and for conversations.
+"""Makes requests of prompts, and shows replies as they come, also in conversations.
 
 stdout carries the text (or, with --json, one record per prompt) and nothing else.
 """
 
-import argparse
 import contextlib
 import json
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from common.loading.files import first_line, parse_json
 from common.loading.generation import SETTINGS
 from common.serving.load import Model
 from common.serving.rules import check_grammar
 from common.serving.serve import serve
-from common.serving.session import Event, Request, Session
+from common.serving.session import Event, Request, Session, capacity_for, check_request
+from common.sharding import DATA, round_up
 from common.text.chat import encode_chat, end_of_turn, thinking_options
 from common.text.grammar import behind_thoughts, json_grammar
 from common.text.reply import ANALYSIS, FINAL
 from common.text.tokenizer import Tokenizer, encode
 
 
-def read_prompts(args: argparse.Namespace) -> list[str]:
+def read_prompts(args: Namespace) -> list[str]:
     """Returns the texts to answer, from --prompt, --prompts or standard input."""
     prompts = list(args.prompt or [])
-    if args.prompts:
-        with open(args.prompts, encoding="utf-8-sig") as file:  # without a byte-order mark
-            text = read_utf8(file, str(args.prompts))
-        # Not splitlines, which also cuts at form feeds and at separators such as U+2028.
-        prompts += [line for line in text.split("\n") if line.strip()]
-    if not prompts and not args.prompts and not sys.stdin.isatty():
-        text = read_utf8(sys.stdin, "standard input").removeprefix("\ufeff")
-        prompts = [text] if text.strip() else []
+    try:
+        if args.prompts:
+            text = args.prompts.read_text("utf-8-sig")  # without a byte-order mark
+            # Not splitlines, which also cuts at form feeds and at separators such as U+2028.
+            prompts += [line for line in text.split("\n") if line.strip()]
+        elif not prompts and not sys.stdin.isatty():
+            text = sys.stdin.read().removeprefix("\ufeff")
+            prompts = [text] if text.strip() else []
+    except UnicodeDecodeError:
+        raise ValueError(f"{args.prompts or 'standard input'} is not UTF-8 text") from None
     if not prompts and not args.prompts and args.ckpt is args.adapter is None:
         prompts = ["ACT I.\n\n"]
     if not prompts:
@@ -49,14 +52,7 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def read_utf8(file: TextIO, name: str) -> str:
-    try:
-        return file.read()
-    except UnicodeDecodeError:
-        raise ValueError(f"{name} is not UTF-8 text") from None
-
-
-def encode_prompt(model: Model, args: argparse.Namespace, text: str) -> list[int]:
+def encode_prompt(model: Model, args: Namespace, text: str) -> list[int]:
     """Encodes one prompt, through the chat template if the checkpoint has one."""
     if (tok := model.tokenizer) is None:  # random weights of a lone config: any ids will do
         return [byte % model.config.vocab_size for byte in text.encode()]
@@ -70,15 +66,15 @@ def encode_prompt(model: Model, args: argparse.Namespace, text: str) -> list[int
     return encode(tok, text)
 
 
-def encode_turns(
-    tok: Tokenizer, args: argparse.Namespace, turns: Sequence[tuple[str, str]]
-) -> list[int]:
+def encode_turns(tok: Tokenizer, args: Namespace, turns: Sequence[tuple[str, str]]) -> list[int]:
     system = [("system", args.system)] if args.system else []
     messages = [{"role": role, "content": content} for role, content in (*system, *turns)]
     return encode_chat(tok, messages, **thinking_options(tok, args.think, None))
 
 
-def make_request(model: Model, args: argparse.Namespace, ids: Sequence[int], index: int) -> Request:
+def make_request(model: Model, args: Namespace, ids: Sequence[int], index: int) -> Request:
+    """Returns the request of the prompt of this index. With --json-schema, a grammar holds for what
+    comes behind the thoughts."""
     tok, settings = model.tokenizer, dict[str, Any](model.sampling if args.sampling else {})
     asked = {name: getattr(args, name) for name in SETTINGS}
     settings |= {name: value for name, value in asked.items() if value is not None}
@@ -87,26 +83,41 @@ def make_request(model: Model, args: argparse.Namespace, ids: Sequence[int], ind
         return request
     is_chat = tok.chat_template is not None and not args.raw
     ends = tok.stop_ids | (end_of_turn(tok) if is_chat else set())
-    return request._replace(
-        stop_ids=ends,
-        stop=args.stop,
-        is_chat=is_chat,
-        grammar=grammar_for(model, args, ids, is_chat),
-    )
-
-
-def grammar_for(
-    model: Model, args: argparse.Namespace, ids: Sequence[int], is_chat: bool
-) -> str | None:
-    """The grammar of answers that fit --json-schema, behind what is thought before them."""
-    if (file := args.json_schema) is None or model.tokenizer is None:
-        return None
+    request = request._replace(stop_ids=ends, stop=args.stop, is_chat=is_chat)
+    if args.json_schema is None:
+        return request
     try:
-        grammar = json_grammar(parse_json(file.read_text("utf-8")))
+        grammar = json_grammar(parse_json(args.json_schema.read_text("utf-8")))
         check_grammar(model, grammar)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"--json-schema {file}: {first_line(error)}") from None
-    return behind_thoughts(model.tokenizer, ids, grammar) if is_chat else grammar
+        raise ValueError(f"--json-schema {args.json_schema}: {first_line(error)}") from None
+    return request._replace(grammar=behind_thoughts(tok, ids, grammar) if is_chat else grammar)
+
+
+def plan_prompts(
+    model: Model, args: Namespace, texts: list[str]
+) -> tuple[list[Request], tuple[int, int]]:
+    """Encodes and checks all prompts before any weight is loaded. Without a prompt, checks what a
+    conversation or a server needs. Returns the requests, and the slots of the session with the
+    positions of each: by default, as many as the longest prompt and its reply need."""
+    tok, limit, rows = model.tokenizer, model.config.max_position_embeddings, model.mesh.shape[DATA]
+    if args.chat and (tok is None or tok.chat_template is None):
+        raise ValueError("--chat needs a checkpoint with a chat template, and this one has none")
+    if args.serve and tok is None:
+        raise ValueError("--serve needs a checkpoint with a tokenizer, and this one has none")
+    ids = [encode_prompt(model, args, text) for text in texts]
+    requests = [make_request(model, args, x, i) for i, x in enumerate(ids)]
+    if args.max_len is not None and args.max_len > limit:
+        raise ValueError(f"--max-len {args.max_len} is above max_position_embeddings, {limit}")
+    slots = args.slots or round_up(1 if args.chat else min(len(texts) or 8, 8), rows)
+    if slots % rows:
+        raise ValueError(f"--slots {slots} cannot be split evenly over data={rows}")
+    need = max(map(len, ids)) + args.max_new_tokens if texts else 4096
+    capacity = args.max_len or capacity_for(need, limit)
+    for i, request in enumerate(requests or [make_request(model, args, [0], 0)]):
+        name = f"prompt {i + 1}" if texts else "the prompt"
+        check_request(request, capacity, model.config, name)
+    return requests, (slots, capacity)
 
 
 class Reply(NamedTuple):
@@ -122,7 +133,7 @@ class Reply(NamedTuple):
 
 
 def extend(
-    reply: Reply, event: Event, seconds: float, args: argparse.Namespace, tok: Tokenizer | None
+    reply: Reply, event: Event, seconds: float, args: Namespace, tok: Tokenizer | None
 ) -> tuple[Reply, str]:
     """Adds a token to a reply; returns the reply, and the text to show for the token."""
     text = event.text if tok else f"{event.token} " if event.finish != "invalid" else ""
@@ -170,32 +181,29 @@ def interruptible() -> Iterator[list[int]]:
             signal.signal(number, old)
 
 
-class Job(NamedTuple):
-    """Prompts that were read and checked, with their requests."""
-
-    texts: list[str]
-    requests: list[Request]
-
-
-def record(job: Job, i: int, reply: Reply) -> str:
-    """Returns one line of JSON about prompt i."""
-    fields = {
-        "index": i,
-        "prompt": job.texts[i],
-        "text": "".join(reply.text),
-        "prompt_tokens": len(job.requests[i].prompt),
-        "tokens": reply.tokens,
-        "finish_reason": reply.finish or "interrupted",
-        "seconds": round(reply.seconds, 4),
-    }
-    return json.dumps(fields, ensure_ascii=False) + "\n"
-
-
-def answer_prompts(session: Session, args: argparse.Namespace, job: Job) -> bool:
-    """Answers all prompts, and writes the answers in their order. Returns True if interrupted."""
-    tok, replies = session.model.tokenizer, [Reply([], [], []) for _ in job.requests]
+def answer_prompts(
+    session: Session, args: Namespace, prompts: list[str], requests: list[Request]
+) -> tuple[list[Reply], list[int]]:
+    """Answers all prompts, and writes the answers in their order. Returns the answers, and the
+    signals that interrupted them."""
+    tok, replies = session.model.tokenizer, [Reply([], [], []) for _ in requests]
     shown, began = 0, time.perf_counter()
-    events = serve(session, job.requests)
+
+    def record(i: int) -> str:
+        """Returns one line of JSON about prompt i."""
+        reply = replies[i]
+        fields = {
+            "index": i,
+            "prompt": prompts[i],
+            "text": "".join(reply.text),
+            "prompt_tokens": len(requests[i].prompt),
+            "tokens": reply.tokens,
+            "finish_reason": reply.finish or "interrupted",
+            "seconds": round(reply.seconds, 4),
+        }
+        return json.dumps(fields, ensure_ascii=False) + "\n"
+
+    events = serve(session, requests)
     with interruptible() as pressed, contextlib.closing(events):
         for event in events:
             i, seconds = event.request, time.perf_counter() - began
@@ -203,7 +211,7 @@ def answer_prompts(session: Session, args: argparse.Namespace, job: Job) -> bool
             if i == shown and not args.json:
                 write(text)
             while shown < len(replies) and replies[shown].finish:
-                write(record(job, shown, replies[shown]) if args.json else "\n")
+                write(record(shown) if args.json else "\n")
                 note_end(replies[shown], args.max_new_tokens)
                 shown += 1
                 if shown < len(replies) and not args.json:
@@ -213,13 +221,13 @@ def answer_prompts(session: Session, args: argparse.Namespace, job: Job) -> bool
                 break
     for i in range(shown, len(replies)):  # interrupted
         if args.json:
-            write(record(job, i, replies[i]))
-        elif replies[i].tokens:
+            write(record(i))
+        elif i == shown or replies[i].tokens:
             write("\n" if i == shown else "\n" + "".join(replies[i].text) + "\n")
-    return bool(pressed)
+    return replies, pressed
 
 
-def converse(session: Session, args: argparse.Namespace) -> bool:
+def converse(session: Session, args: Namespace) -> bool:
     """Holds a conversation on one slot; every turn reads only what is not cached yet. Ctrl-C ends a
     turn. Returns True if SIGTERM ended the conversation."""
     tok, turns = session.model.tokenizer, list[tuple[str, str]]()
@@ -235,16 +243,8 @@ def converse(session: Session, args: argparse.Namespace) -> bool:
             continue
         turns.append(("user", line.strip()))
         ids = encode_turns(tok, args, turns)
-        reply, request = Reply([], [], []), make_request(session.model, args, ids, len(turns) // 2)
-        events = serve(session, [request])
-        with interruptible() as pressed, contextlib.closing(events):
-            for event in events:
-                reply, text = extend(reply, event, 0.0, args, tok)
-                write(text)
-                if pressed:
-                    break
-        write("\n")
-        note_end(reply, args.max_new_tokens)
+        request = make_request(session.model, args, ids, len(turns) // 2)
+        (reply,), pressed = answer_prompts(session, args, [line], [request])
         turns.append(("assistant", "".join(reply.answer)))
         if signal.SIGTERM in pressed:
             return True

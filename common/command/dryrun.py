@@ -1,7 +1,4 @@
-"""The option --dry-run: decides what is compiled for which devices, and prints the figures.
-
-python -m llama3.main --ckpt llama3.1-70b --quant int8 --kv-quant int8 --dry-run v5e:4x4
-"""
+"""The option --dry-run: decides what is compiled for which devices, and prints the figures."""
 
 import argparse
 import json
@@ -104,7 +101,6 @@ def verdict(run: DryRun) -> str:
     return f"fits: {text}; room for {more}"
 
 
-SERVING = "  (weights, the cache of all slots and of one prompt, the larger temporaries)"
 ASSUMED = "  (a CPU's bandwidth and arithmetic are assumed, not measured, and so are the floors)"
 COLUMNS = ["weights", "cache", "temporaries", "traffic", "collectives", "floor: memory"]
 
@@ -119,7 +115,7 @@ def show(run: DryRun) -> str:
         f"{run.topology}: {mesh.size} devices of {gigabytes(chip.memory)}, "
         f"{chip.bandwidth / 1e9:.0f} GB/s, {chip.flops / 1e12:.0f} TFLOP/s; {axes_of(mesh)}{by}",
         verdict(run),
-        SERVING,
+        "  (weights, the cache of all slots and of one prompt, the larger temporaries)",
         *([ASSUMED] if chip.memory == UNKNOWN else []),
     ]
     columns = [cells(step, chip) for step in steps]

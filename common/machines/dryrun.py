@@ -193,21 +193,16 @@ class DryRun(NamedTuple):
         return slots, min(positions, plan.config.max_position_embeddings)
 
 
-def mesh_of(plan: Plan, topology: str, axes: str) -> Mesh:
-    """Makes the mesh of these axes on a topology, or the best mesh if `axes` is empty. ValueError
-    if it cannot split the model."""
-    devices = devices_of(topology)
-    if not axes:
-        return best_mesh(plan, devices)
-    mesh = make_mesh(**parse_mesh(axes), devices=devices)
-    load_of(plan, mesh.shape)
-    return mesh
-
-
 def dry_runs(targets: Sequence[tuple[Plan, str, str]], prompt: int) -> list[DryRun]:
-    """Compiles both steps for each plan, topology and axes (see `mesh_of`), as many at once as this
-    machine has cores. The second step reads `prompt` tokens. ValueError if a mesh cannot be."""
-    meshes = [mesh_of(*target) for target in targets]
+    """Compiles both steps for each plan, topology and axes, as many at once as this machine has
+    cores. Without axes, the best mesh is taken. The second step reads `prompt` tokens. ValueError
+    if a mesh cannot split the model."""
+    meshes = []
+    for plan, topology, wanted in targets:
+        devices, sizes = devices_of(topology), parse_mesh(wanted)
+        mesh = make_mesh(**sizes, devices=devices) if sizes else best_mesh(plan, devices)
+        load_of(plan, mesh.shape)
+        meshes.append(mesh)
     decodes, topologies, axes = zip(*targets, strict=True)
     reads = [plan._replace(prompt=min(prompt, plan.capacity)) for plan in decodes]
     with ThreadPoolExecutor(os.cpu_count()) as pool:

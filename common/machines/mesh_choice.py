@@ -10,8 +10,6 @@ read its weights and its cache, and to exchange results with the other devices:
   copied. If there are more devices than key/value heads, the cache does not get smaller.
 * sent: every layer reduces the activations of its slots twice; `data` splits the slots. A latent
   cache that is split by position also gathers queries and scatters the results of attention.
-* The factor 6: an all-reduce sends each byte twice, and published decode steps reach about a third
-  of the links' bandwidth. The 5 us, the least time of a collective, are an assumption.
 
 Several meshes may be within 1 % of the best. A mixture of experts then takes the one with the most
 devices on `expert`, where each expert's matrices stay whole. Any other model takes the one with the
@@ -37,8 +35,8 @@ from common.quant import Storage, bits_of
 from common.sharding import DATA, EXPERT, TENSOR, Shards, make_mesh
 from common.weights import Weight, by_path, check_divides, is_weight, published_arrays, storage_for
 
-REDUCED = 6.0  # bytes that the links could send while a collective returns one
-START = 5e-6  # least seconds of a collective
+REDUCED = 6.0  # each byte is sent twice; published decode steps reach a third of the bandwidth
+START = 5e-6  # least seconds of a collective: an assumption
 USABLE = 0.92  # share of a device's memory; the rest is for temporaries
 Axes = dict[str, int]
 
