@@ -120,7 +120,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--stop", **several, metavar="S", help="end the reply before this text; may be repeated")
 
     add = ap.add_argument_group("sampling (default: greedy)").add_argument
-    add("--max-new-tokens", type=count(1), default=256, metavar="N", help="at most (default: 256)")
+    add("--max-new-tokens", type=count(1), default=256, metavar="N", help="a reply (default: 256)")
     add("--temperature", type=float, metavar="T", help="divides the logits (default: 0, greedy)")
     add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: 0, all)")
     add("--top-p", type=float, metavar="P", help="keep the likeliest tokens of total probability P")
