@@ -62,9 +62,8 @@ def add_tokens(
             by_id = {**defaults.get(BY_ID, {}), **config.get(BY_ID, {})}
             tokens = {int(i): token_of(x | {}, where) for i, x in by_id.items()}
         except (AttributeError, TypeError, ValueError):
-            raise ValueError(
-                f"{where}: {BY_ID} must be an object of objects with content, by id"
-            ) from None
+            wrong = f"{where}: {BY_ID} must be an object of objects with content, by id"
+            raise ValueError(wrong) from None
     else:
         where = directory / "special_tokens_map.json"
         given = read_json_if_there(where)
@@ -80,10 +79,9 @@ def add_tokens(
         tokens |= backend.get_added_tokens_decoder()
     new = [tokens[i] for i in sorted(tokens)]
     known = {token.content for token in (*new, *backend.get_added_tokens_decoder().values())}
-    standard = [names[name] for name in NAMES if name in names]
-    rest = [token for name, token in names.items() if name not in NAMES]
+    ordered = [names[name] for name in (*NAMES, *names) if name in names]
     listed = [token_of(x, directory) for x in others or []]
-    new += [x for x in dict.fromkeys((*standard, *rest, *listed)) if x.content not in known]
+    new += [x for x in dict.fromkeys((*ordered, *listed)) if x.content not in known]
     called = {token.content for token in names.values()}
     for token in new:
         token.special |= token.content in called

@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 
 from common.text.reply import CALL, END
+from common.text.template import literals, render, variables
 from common.text.tokenizer import Tokenizer, ids_behind, ids_of
 from common.text.tools import format_of, functions
 
@@ -54,7 +55,7 @@ def either(texts: Sequence[str]) -> str:
 def control_tokens(tok: Tokenizer) -> list[str]:
     """The added tokens that steer the model: the special ones, and those that the checkpoint lists;
     if it has no list, those that the template writes, apart from white space."""
-    listed, written = tok.control_tokens, literals(tok)
+    listed, written = tok.control_tokens, literals(tok.chat_template)
     return [
         text
         for text, special in tok.added_tokens
@@ -72,19 +73,10 @@ def marked(value: Any, controls: str) -> Any:
     return [marked(x, controls) for x in value] if isinstance(value, list | tuple) else value
 
 
-def literals(tok: Tokenizer) -> str:
-    """The texts in the template's code: what it writes, and what it compares with."""
-    from common.text.template import literals  # imports jinja2, which not every run needs
-
-    return literals(tok.chat_template or "")
-
-
 def render_chat(
     tok: Tokenizer, messages: Messages, add_generation_prompt: bool = True, **variables: Any
 ) -> str:
     """Renders a conversation in the checkpoint's own format."""
-    from common.text.template import render
-
     if tok.chat_template is None:
         raise ValueError(
             "the checkpoint has no chat template; give a raw prompt, or use an "
@@ -109,7 +101,7 @@ def for_template(
     if not messages or not all(isinstance(m, Mapping) for m in messages):
         raise ValueError("a conversation is a non-empty list of {'role': ..., 'content': ...}")
     functions(variables.get("tools", ()))
-    known, told = "developer" in literals(tok), list[dict[str, Any]]()
+    known, told = "developer" in literals(tok.chat_template), list[dict[str, Any]]()
     for message in messages:
         new = dict(message)
         if new.get("role") == "developer" and not known:
@@ -176,21 +168,15 @@ def name_calls(messages: list[dict[str, Any]]) -> None:
             message["tool_call_id"] = ids.get(message["tool_call_id"], message["tool_call_id"])
 
 
-def sign(i: int | str) -> str:
-    return f"{OPEN}{i}{CLOSE}"
-
-
-def named(call: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The call, or the tool, with this as the name of its function, and as its id."""
-    return {**call, "id": name, "function": {**call["function"], "name": name}}
-
-
 def left_out(
     tok: Tokenizer, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str | None:
     """What the template does not write, or its complaint. For this, a sign takes the place of each
     text, or of the names of calls: the text itself may also stand elsewhere, and some templates
     write none next to calls."""
+    sign = lambda i: f"{OPEN}{i}{CLOSE}"
+    # A call, or a tool, with another name and id.
+    named = lambda x, name: {**x, "id": name, "function": {**x["function"], "name": name}}
     tools, new = [named(x, sign("tool")) for x in variables.get("tools", ())], list[Any]()
     for i, message in enumerate(messages):
         in_calls = dict(call=lambda x, i=i: named(x, sign(i)))
@@ -213,9 +199,7 @@ def left_out(
 def thinking_options(tok: Tokenizer, think: bool | None, effort: str | None) -> dict[str, Any]:
     """The template's variables that switch thinking on or off, and say with how much effort the
     model thinks; "none" switches it off. ValueError if the template has no such variable."""
-    from common.text.template import variables
-
-    names, options = variables(tok.chat_template or ""), dict[str, Any]()
+    names, options = variables(tok.chat_template), dict[str, Any]()
     if effort is not None and "reasoning_effort" in names:
         options["reasoning_effort"] = effort
     elif effort == "none":
@@ -239,5 +223,5 @@ def end_of_turn(tok: Tokenizer) -> set[int]:
         after = render_chat(tok, for_template(tok, turns), False).rpartition(CLOSE)[2].strip()
     except ValueError:
         return set()
-    ends = {after, CALL if CALL in literals(tok) else after} - {END}
+    ends = {after, CALL if CALL in literals(tok.chat_template) else after} - {END}
     return {id_ for id_ in map(tok.backend.token_to_id, ends) if id_ in tok.special_ids}

@@ -11,6 +11,8 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
+from common.text.tokenizer import as_value_error
+
 LARGEST = 1 << 24  # characters of a rendered conversation
 
 
@@ -54,41 +56,34 @@ def compiled(source: str) -> jinja2.Template:
     env.filters["tojson"] = tojson
     env.globals["raise_exception"] = raise_exception
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
+    with as_value_error("chat template"):  # jinja2 may fail in any way on a damaged one
         return env.from_string(source)
-    except Exception as error:  # jinja2 may fail in any way on a damaged one
-        raise complaint(error) from None
-
-
-def complaint(error: Exception) -> ValueError:
-    what = " ".join(str(error).split())[:500] or type(error).__name__
-    return ValueError(f"chat template: {what}")
 
 
 @lru_cache(8)
-def literals(source: str) -> str:
-    """The texts in a template's code, with a zero character between two."""
-    tree = compiled(source).environment.parse(source)
+def literals(source: str | None) -> str:
+    """The texts in a template's code, with a zero character between two: what it writes, and what
+    it compares with."""
+    tree = compiled(source or "").environment.parse(source or "")
     texts = {node.data for node in tree.find_all(nodes.TemplateData)}
     texts |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
     return "\0".join(texts)
 
 
 @lru_cache(8)
-def variables(source: str) -> set[str]:
+def variables(source: str | None) -> set[str]:
     """The names of what a template reads from outside."""
-    return meta.find_undeclared_variables(compiled(source).environment.parse(source))
+    tree = compiled(source or "").environment.parse(source or "")
+    return meta.find_undeclared_variables(tree)
 
 
 def render(source: str, values: dict[str, Any]) -> str:
     """Renders a template. ValueError with the template's own complaint, or if its text, which is
     measured as it is made, is too long."""
     template, pieces, size = compiled(source), list[str](), 0
-    try:
+    with as_value_error("chat template"):  # and so may the template
         for piece in template.generate(values):
             pieces.append(piece)
             if (size := size + len(piece)) > LARGEST:
                 raise ValueError(f"its text has more than {LARGEST} characters")
-    except Exception as error:  # foreign code: it may fail in any way
-        raise complaint(error) from None
     return "".join(pieces)
