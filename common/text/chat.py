@@ -34,9 +34,8 @@ def encode_chat(tok: Tokenizer, messages: Messages, **variables: Any) -> list[in
     variables = {key: x for key, x in variables.items() if x not in (None, [])}
     messages, controls = for_template(tok, messages, variables), either(control_tokens(tok))
     text = render_chat(tok, marked(messages, controls), **marked(variables, controls))
-    added = either([text for text, _ in tok.added_tokens])
     # After the first piece, every second one is a marked token, or None for a lone mark.
-    first, *pieces = re.split(f"{OPEN}({added}){CLOSE}|[{OPEN}{CLOSE}]", text)
+    first, *pieces = re.split(f"{OPEN}({controls}){CLOSE}|[{OPEN}{CLOSE}]", text)
     ids, plain = ids_of(tok, tok.backend, first), tokenizers.Tokenizer(tok.backend.model)
     plain.normalizer, plain.pre_tokenizer = tok.backend.normalizer, tok.backend.pre_tokenizer
     for token, rest in zip(pieces[::2], pieces[1::2], strict=True):

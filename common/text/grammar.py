@@ -23,11 +23,9 @@ value[lazy]: /(.|\n)*\n<\/parameter>\n/"""
 # As templates write JSON. A model that may write any white space may never stop to do so.
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-# Keywords that arguments in Python or XML can be held to, those that change nothing, and both kinds
-# for a string in XML.
-NOTES = {"title", "description", "default", "examples", "$schema", "$defs", "definitions"}
-OF_ARGS = {"type", "properties", "required", "additionalProperties", *NOTES}
-OF_TEXT = {"type", "anyOf", *NOTES}
+# Keywords that arguments in Python or XML, and text in XML, can be held to, or that change nothing.
+HELD = {"type", "properties", "required", "additionalProperties", "title", "description"}
+HELD |= {"default", "examples", "$schema", "$defs", "definitions"}
 
 
 def tokens_of(tok: Tokenizer) -> set[str]:
@@ -88,8 +86,8 @@ def arguments(form: Format, function: Mapping[str, Any], required: bool) -> str:
     inner = schema.get("properties") or {}
     # Free text in XML is held to nothing, a list of values apart.
     texts = [x for x in inner.values() if is_xml and allows(x, "string") and not values_of(x)]
-    unknown = {*schema} - OF_ARGS
-    unknown |= {key for x in texts for part in (x, *x.get("anyOf", ())) for key in part} - OF_TEXT
+    parts = [part for x in texts for part in (x, *x.get("anyOf", ()))]
+    unknown = ({*schema} | {key for part in parts for key in part if key != "anyOf"}) - HELD
     if strict and unknown:
         raise ValueError(f"calls in {form.args} cannot hold arguments to {min(unknown)!r}")
     defs = {key: schema[key] for key in ("$defs", "definitions") if key in schema}

@@ -6,7 +6,7 @@ A checkpoint directory holds `tokenizer.json` (or GPT-2's `vocab.json` and `merg
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from common.loading.files import is_there, read_json_if_there, read_text
-from common.text.added import add_tokens
+from common.text.added import BY_ID, add_tokens
 from common.text.tiktoken import load_tiktoken
 
 # In a multimodal model's config.json.
@@ -49,8 +49,8 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     controls = config.get("chat_control_tokens")
     if not isinstance(controls, list | None) or any(not isinstance(x, str) for x in controls or ()):
         raise ValueError("tokenizer_config.json: chat_control_tokens must be a list of texts")
-    backend, defaults = _load_backend(directory, config)
-    special_tokens = add_tokens(backend, directory, config, defaults)
+    backend, config = _load_backend(directory, config)
+    special_tokens = add_tokens(backend, directory, config)
     # Training may have saved limits with the tokenizer, which would silently cut prompts.
     backend.no_truncation()
     backend.no_padding()
@@ -66,8 +66,6 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     # Some families say only in tokenizer_config.json that prompts begin with BOS.
     if bos_id is not None and config.get("add_bos_token") and bos_id not in backend.encode("").ids:
         backend.post_processor = processors.TemplateProcessing([bos, "$A"], None, [(bos, bos_id)])
-    if bos_id is None and type(model.get("bos_token_id")) is int:
-        bos_id = model["bos_token_id"]
     added = backend.get_added_tokens_decoder()
     template, notes = _chat_template(directory, config)
     return Tokenizer(
@@ -96,18 +94,19 @@ def _stop_ids(file: Path) -> set[int]:
 
 
 def _load_backend(
-    directory: Path, config: Mapping[str, Any]
+    directory: Path, config: dict[str, Any]
 ) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """Returns the tokenizer, and what counts if tokenizer_config.json does not say it."""
+    """Returns the tokenizer, and tokenizer_config.json with what counts if it does not say it."""
     family, ranks = config.get("tokenizer_class"), directory / "tiktoken.model"
     whole, vocab, merges = (directory / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     if is_there(whole):
         text = read_text(whole)
         with as_value_error(str(whole), ADVICE):
-            return tokenizers.Tokenizer.from_str(text), {}
+            return tokenizers.Tokenizer.from_str(text), config
     if is_there(ranks):
         backend, special = load_tiktoken(ranks)
-        return backend, dict(added_tokens_decoder=special)
+        named = config.get(BY_ID, {})
+        return backend, {**config, BY_ID: special | named if isinstance(named, dict) else named}
     if not (is_there(vocab) and is_there(merges)):
         raise FileNotFoundError(
             f"{directory}: no tokenizer.json (nor vocab.json with merges.txt); "
@@ -124,7 +123,7 @@ def _load_backend(
     spaced = config.get("add_prefix_space", False) is True
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaced)
     backend.decoder = decoders.ByteLevel()
-    return backend, dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    return backend, dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>") | config
 
 
 @contextlib.contextmanager

@@ -135,10 +135,8 @@ def allows(schema: Mapping[str, Any], kind: str) -> bool:
 
 
 def start_calls(format: str, tools: Tools) -> Calls:
-    """The state before the first token. Only functions in `tools` can be called. ValueError if
-    there is no such format, or if a tool is not a function with a name."""
-    if format not in FORMATS:
-        raise ValueError(f"there is no format {format!r} of calls; there are {', '.join(FORMATS)}")
+    """The state before the first token, for a key in FORMATS. Only functions in `tools` can be
+    called. ValueError if a tool is not a function with a name."""
     return Calls(FORMATS[format], functions(tools))
 
 
