@@ -9,18 +9,24 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+import jinja2
 import tokenizers
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from common.text.reply import CALL, END
-from common.text.template import literals, render, variables
-from common.text.tokenizer import Tokenizer, ids_behind, ids_of
+from common.text.tokenizer import Tokenizer, as_value_error, ids_behind, ids_of
 from common.text.tools import format_of, functions
 
 OPEN, CLOSE = "\U000f0000", "\U000f0001"  # stand around a control token of a message
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field
+LARGEST = 1 << 24  # characters of a rendered conversation
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -75,7 +81,8 @@ def marked(value: Any, controls: str) -> Any:
 def render_chat(
     tok: Tokenizer, messages: Messages, add_generation_prompt: bool = True, **variables: Any
 ) -> str:
-    """Renders a conversation in the checkpoint's own format."""
+    """Renders a conversation in the checkpoint's own format. ValueError with the template's own
+    complaint, or if its text, which is measured as it is made, is too long."""
     if tok.chat_template is None:
         raise ValueError(
             "the checkpoint has no chat template; give a raw prompt, or use an "
@@ -84,8 +91,14 @@ def render_chat(
     # Templates test whether a key exists, so a key whose value is None is left out.
     present = [{k: x for k, x in m.items() if x is not None} for m in messages]
     values = {"tools": None, "documents": None, **tok.special_tokens, **variables}
-    more = dict(messages=present, add_generation_prompt=add_generation_prompt)
-    return render(tok.chat_template, {**values, **more})
+    values |= dict(messages=present, add_generation_prompt=add_generation_prompt)
+    template, pieces, size = compiled(tok.chat_template), list[str](), 0
+    with as_value_error("chat template"):  # it may fail in any way
+        for piece in template.generate(values):
+            pieces.append(piece)
+            if (size := size + len(piece)) > LARGEST:
+                raise ValueError(f"its text has more than {LARGEST} characters")
+    return "".join(pieces)
 
 
 def for_template(
@@ -198,7 +211,7 @@ def left_out(
 def thinking_options(tok: Tokenizer, think: bool | None, effort: str | None) -> dict[str, Any]:
     """The template's variables that switch thinking on or off, and say with how much effort the
     model thinks; "none" switches it off. ValueError if the template has no such variable."""
-    names, options = variables(tok.chat_template), dict[str, Any]()
+    names, options = variables_of(tok.chat_template), dict[str, Any]()
     if effort is not None and "reasoning_effort" in names:
         options["reasoning_effort"] = effort
     elif effort == "none":
@@ -224,3 +237,67 @@ def end_of_turn(tok: Tokenizer) -> set[int]:
         return set()
     ends = {after, CALL if CALL in literals(tok.chat_template) else after} - {END}
     return {id_ for id_ in map(tok.backend.token_to_id, ends) if id_ in tok.special_ids}
+
+
+# ---- templates, which are programs from a checkpoint, run in jinja2's sandbox
+
+
+class Generation(Extension):
+    """`{% generation %}` marks the text to train on; here it is only a scope."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), True)
+        return nodes.Scope(body, lineno=line)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment that templates are written for, Hugging Face's, without powers: those of
+    9**9**9 have no end."""
+
+    intercepted_binops = frozenset(["**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        raise SecurityError(f"{operator} is not allowed")
+
+
+def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def tojson(x: Any, ensure_ascii: Any = False, *given: Any, **named: Any) -> str:
+    """Unlike jinja's own filter, this neither escapes for HTML nor sorts keys."""
+    options: Any = dict(zip(("indent", "separators", "sort_keys"), given, strict=False)) | named
+    text = json.dumps(x, ensure_ascii=ensure_ascii, **options)
+    # The marks may come in the form that they have in ASCII.
+    return text.replace(r"\udb80\udc00", OPEN).replace(r"\udb80\udc01", CLOSE)
+
+
+@lru_cache(8)
+def compiled(source: str) -> jinja2.Template:
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    env.filters["tojson"] = tojson
+    env.globals["raise_exception"] = raise_exception
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    with as_value_error("chat template"):  # jinja2 may fail in any way on a damaged one
+        return env.from_string(source)
+
+
+@lru_cache(8)
+def literals(source: str | None) -> str:
+    """The texts in a template's code, with a zero character between two: what it writes, and what
+    it compares with."""
+    tree = compiled(source or "").environment.parse(source or "")
+    texts = {node.data for node in tree.find_all(nodes.TemplateData)}
+    texts |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return "\0".join(texts)
+
+
+@lru_cache(8)
+def variables_of(source: str | None) -> set[str]:
+    """The names of what a template reads from outside."""
+    tree = compiled(source or "").environment.parse(source or "")
+    return meta.find_undeclared_variables(tree)
