@@ -174,7 +174,7 @@ def test_a_call_and_its_answer_are_written_as_transformers_does_and_read_back(fo
     assert ask(said).count(end) == ask(calm, tools).count(end)  # what tools say ends nothing
 
     before = chat.render_chat(tok, [USER], tools=TOOLS)
-    told = chat.for_template(tok, said[:2], dict(tools=TOOLS))
+    told = chat.for_template(tok, said[:2], tools=TOOLS)
     reply = chat.render_chat(tok, told, False, tools=TOOLS).removeprefix(before).strip()
     for mark in ("<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>", "<|call|>"):
         reply = reply.removesuffix(mark)

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -38,7 +37,7 @@ def encode_chat(tok: Tokenizer, messages: Messages, **variables: Any) -> list[in
     Raises ValueError if there is no template, if it complains, or if it leaves something out.
     """
     variables = {key: x for key, x in variables.items() if x not in (None, [])}
-    messages, controls = for_template(tok, messages, variables), either(control_tokens(tok))
+    messages, controls = for_template(tok, messages, **variables), either(control_tokens(tok))
     text = render_chat(tok, marked(messages, controls), **marked(variables, controls))
     # After the first piece, every second one is a marked token, or None for a lone mark.
     first, *pieces = re.split(f"{OPEN}({controls}){CLOSE}|[{OPEN}{CLOSE}]", text)
@@ -101,9 +100,7 @@ def render_chat(
     return "".join(pieces)
 
 
-def for_template(
-    tok: Tokenizer, messages: Messages, variables: Mapping[str, Any] = MappingProxyType({})
-) -> list[dict[str, Any]]:
+def for_template(tok: Tokenizer, messages: Messages, **variables: Any) -> list[dict[str, Any]]:
     """The messages in the form that the template reads. ValueError if it leaves one out, or tools.
 
     A developer is `system` to a template that does not know the role, and a text becomes a list of
@@ -138,9 +135,7 @@ def for_template(
 
 
 def changed(
-    message: dict[str, Any],
-    text: Callable[[str], Any] = lambda text: text,
-    call: Callable[[dict[str, Any]], Any] = lambda call: call,
+    message: dict[str, Any], text: Callable[[str], Any] = str, call: Callable[[Any], Any] = dict
 ) -> dict[str, Any]:
     """The message with other texts in its content, and other calls."""
     content, new = message.get("content"), dict(message)

@@ -12,7 +12,7 @@ from typing import Any
 from common.text.chat import either
 from common.text.reply import CHANNEL, END, MESSAGE, START, prompt_end, speaks_harmony, think_marks
 from common.text.tokenizer import Tokenizer
-from common.text.tools import FORMATS, Format, Tools, allows, functions, is_bare, values_of
+from common.text.tools import FORMATS, Format, Tools, allows, functions, values_of
 
 AFTER = "\n</parameter>\n"  # a value in XML
 TERMINALS = r"""
@@ -61,7 +61,7 @@ def grammar_of(
     if required:
         calls = f"{begin} call {end}" if single else calls
         start = calls if form.around or single else f"{calls} ({between} {calls})*"
-    elif is_bare(form):
+    elif form.also:
         tags = " | ".join(written(tok, x) for x in form.also if x in tokens)
         start = f"({tags})? {calls} | PLAIN" if tags else f"{calls} | PLAIN"
     elif format == "harmony":

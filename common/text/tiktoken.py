@@ -6,7 +6,6 @@ rank first. The rule that first cuts text into words is Kimi's, and is in no dat
 """
 
 import base64
-import binascii
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
         token, _, rank = line.partition(" ")
         try:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (binascii.Error, ValueError):
+        except ValueError:
             raise ValueError(f"{file}: line {i + 1} is not a token and rank") from None
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing or sorted(ranks.values()) != list(range(len(ranks))):
