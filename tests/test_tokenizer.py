@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders
 
 import common.text.tokenizer as tk
-from common.text import chat, template
+from common.text import chat
 
 FIXTURES = Path(__file__).parent / "fixtures" / "tokenizer"
 CHAT = json.loads((FIXTURES / "chat.json").read_text(encoding="utf-8"))
@@ -183,7 +183,7 @@ def test_a_rendered_conversation_equals_that_of_transformers(case, monkeypatch):
         def now(cls, tz=None):
             return cls.fromisoformat(CHAT["today"])
 
-    monkeypatch.setattr(template, "datetime", Clock)
+    monkeypatch.setattr(chat, "datetime", Clock)
     tok = LLAMA3._replace(
         chat_template=CHAT["templates"][case["template"]], special_tokens=CHAT["special_tokens"]
     )

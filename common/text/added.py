@@ -44,32 +44,26 @@ def read_names(
 
 
 def add_tokens(
-    backend: tokenizers.Tokenizer,
-    directory: Path,
-    config: Mapping[str, Any],
-    defaults: Mapping[str, Any],
+    backend: tokenizers.Tokenizer, directory: Path, config: Mapping[str, Any]
 ) -> dict[str, str]:
     """Adds to a tokenizer all tokens that the files beside its own name. Returns the texts of those
-    that have a name, as templates see them. `config` is tokenizer_config.json; names and tokens
-    that it lacks are those of `defaults`.
+    that have a name, as templates see them. `config` is tokenizer_config.json.
 
     ValueError if a file gives a token an id that it does not get.
     """
     where, tokens = directory / "tokenizer_config.json", dict[int, AddedToken]()
-    names, others = read_names({**defaults, **config}, where)
-    if BY_ID in config or BY_ID in defaults:
+    names, others = read_names(config, where)
+    if BY_ID in config:
         try:
-            by_id = {**defaults.get(BY_ID, {}), **config.get(BY_ID, {})}
-            tokens = {int(i): token_of(x | {}, where) for i, x in by_id.items()}
+            tokens = {int(i): token_of(x | {}, where) for i, x in config[BY_ID].items()}
         except (AttributeError, TypeError, ValueError):
-            raise ValueError(
-                f"{where}: {BY_ID} must be an object of objects with content, by id"
-            ) from None
+            wrong = f"{where}: {BY_ID} must be an object of objects with content, by id"
+            raise ValueError(wrong) from None
     else:
         where = directory / "special_tokens_map.json"
         given = read_json_if_there(where)
         older, more = read_names(given, where, special=True)
-        named = map({**defaults, **config, **given}.get, NAMES)
+        named = map({**config, **given}.get, NAMES)
         special = {x for x in (*named, *(others or [])) if isinstance(x, str)}
         special |= {older[name].content for name in NAMES if name in older}
         names, others = names | older, more if others is None else others
@@ -80,10 +74,9 @@ def add_tokens(
         tokens |= backend.get_added_tokens_decoder()
     new = [tokens[i] for i in sorted(tokens)]
     known = {token.content for token in (*new, *backend.get_added_tokens_decoder().values())}
-    standard = [names[name] for name in NAMES if name in names]
-    rest = [token for name, token in names.items() if name not in NAMES]
+    ordered = [names[name] for name in (*NAMES, *names) if name in names]
     listed = [token_of(x, directory) for x in others or []]
-    new += [x for x in dict.fromkeys((*standard, *rest, *listed)) if x.content not in known]
+    new += [x for x in dict.fromkeys((*ordered, *listed)) if x.content not in known]
     called = {token.content for token in names.values()}
     for token in new:
         token.special |= token.content in called

@@ -9,17 +9,23 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
+import jinja2
 import tokenizers
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from common.text.reply import CALL, END
-from common.text.tokenizer import Tokenizer, ids_behind, ids_of
+from common.text.tokenizer import Tokenizer, as_value_error, ids_behind, ids_of
 from common.text.tools import format_of, functions
 
 OPEN, CLOSE = "\U000f0000", "\U000f0001"  # stand around a control token of a message
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field
+LARGEST = 1 << 24  # characters of a rendered conversation
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -31,11 +37,10 @@ def encode_chat(tok: Tokenizer, messages: Messages, **variables: Any) -> list[in
     Raises ValueError if there is no template, if it complains, or if it leaves something out.
     """
     variables = {key: x for key, x in variables.items() if x not in (None, [])}
-    messages, controls = for_template(tok, messages, variables), either(control_tokens(tok))
+    messages, controls = for_template(tok, messages, **variables), either(control_tokens(tok))
     text = render_chat(tok, marked(messages, controls), **marked(variables, controls))
-    added = either([text for text, _ in tok.added_tokens])
     # After the first piece, every second one is a marked token, or None for a lone mark.
-    first, *pieces = re.split(f"{OPEN}({added}){CLOSE}|[{OPEN}{CLOSE}]", text)
+    first, *pieces = re.split(f"{OPEN}({controls}){CLOSE}|[{OPEN}{CLOSE}]", text)
     ids, plain = ids_of(tok, tok.backend, first), tokenizers.Tokenizer(tok.backend.model)
     plain.normalizer, plain.pre_tokenizer = tok.backend.normalizer, tok.backend.pre_tokenizer
     for token, rest in zip(pieces[::2], pieces[1::2], strict=True):
@@ -54,7 +59,7 @@ def either(texts: Sequence[str]) -> str:
 def control_tokens(tok: Tokenizer) -> list[str]:
     """The added tokens that steer the model: the special ones, and those that the checkpoint lists;
     if it has no list, those that the template writes, apart from white space."""
-    listed, written = tok.control_tokens, literals(tok)
+    listed, written = tok.control_tokens, literals(tok.chat_template)
     return [
         text
         for text, special in tok.added_tokens
@@ -72,19 +77,11 @@ def marked(value: Any, controls: str) -> Any:
     return [marked(x, controls) for x in value] if isinstance(value, list | tuple) else value
 
 
-def literals(tok: Tokenizer) -> str:
-    """The texts in the template's code: what it writes, and what it compares with."""
-    from common.text.template import literals  # imports jinja2, which not every run needs
-
-    return literals(tok.chat_template or "")
-
-
 def render_chat(
     tok: Tokenizer, messages: Messages, add_generation_prompt: bool = True, **variables: Any
 ) -> str:
-    """Renders a conversation in the checkpoint's own format."""
-    from common.text.template import render
-
+    """Renders a conversation in the checkpoint's own format. ValueError with the template's own
+    complaint, or if its text, which is measured as it is made, is too long."""
     if tok.chat_template is None:
         raise ValueError(
             "the checkpoint has no chat template; give a raw prompt, or use an "
@@ -93,13 +90,17 @@ def render_chat(
     # Templates test whether a key exists, so a key whose value is None is left out.
     present = [{k: x for k, x in m.items() if x is not None} for m in messages]
     values = {"tools": None, "documents": None, **tok.special_tokens, **variables}
-    more = dict(messages=present, add_generation_prompt=add_generation_prompt)
-    return render(tok.chat_template, {**values, **more})
+    values |= dict(messages=present, add_generation_prompt=add_generation_prompt)
+    template, pieces, size = compiled(tok.chat_template), list[str](), 0
+    with as_value_error("chat template"):  # it may fail in any way
+        for piece in template.generate(values):
+            pieces.append(piece)
+            if (size := size + len(piece)) > LARGEST:
+                raise ValueError(f"its text has more than {LARGEST} characters")
+    return "".join(pieces)
 
 
-def for_template(
-    tok: Tokenizer, messages: Messages, variables: Mapping[str, Any] = MappingProxyType({})
-) -> list[dict[str, Any]]:
+def for_template(tok: Tokenizer, messages: Messages, **variables: Any) -> list[dict[str, Any]]:
     """The messages in the form that the template reads. ValueError if it leaves one out, or tools.
 
     A developer is `system` to a template that does not know the role, and a text becomes a list of
@@ -109,7 +110,7 @@ def for_template(
     if not messages or not all(isinstance(m, Mapping) for m in messages):
         raise ValueError("a conversation is a non-empty list of {'role': ..., 'content': ...}")
     functions(variables.get("tools", ()))
-    known, told = "developer" in literals(tok), list[dict[str, Any]]()
+    known, told = "developer" in literals(tok.chat_template), list[dict[str, Any]]()
     for message in messages:
         new = dict(message)
         if new.get("role") == "developer" and not known:
@@ -134,9 +135,7 @@ def for_template(
 
 
 def changed(
-    message: dict[str, Any],
-    text: Callable[[str], Any] = lambda text: text,
-    call: Callable[[dict[str, Any]], Any] = lambda call: call,
+    message: dict[str, Any], text: Callable[[str], Any] = str, call: Callable[[Any], Any] = dict
 ) -> dict[str, Any]:
     """The message with other texts in its content, and other calls."""
     content, new = message.get("content"), dict(message)
@@ -176,21 +175,15 @@ def name_calls(messages: list[dict[str, Any]]) -> None:
             message["tool_call_id"] = ids.get(message["tool_call_id"], message["tool_call_id"])
 
 
-def sign(i: int | str) -> str:
-    return f"{OPEN}{i}{CLOSE}"
-
-
-def named(call: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The call, or the tool, with this as the name of its function, and as its id."""
-    return {**call, "id": name, "function": {**call["function"], "name": name}}
-
-
 def left_out(
     tok: Tokenizer, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str | None:
     """What the template does not write, or its complaint. For this, a sign takes the place of each
     text, or of the names of calls: the text itself may also stand elsewhere, and some templates
     write none next to calls."""
+    sign = lambda i: f"{OPEN}{i}{CLOSE}"
+    # A call, or a tool, with another name and id.
+    named = lambda x, name: {**x, "id": name, "function": {**x["function"], "name": name}}
     tools, new = [named(x, sign("tool")) for x in variables.get("tools", ())], list[Any]()
     for i, message in enumerate(messages):
         in_calls = dict(call=lambda x, i=i: named(x, sign(i)))
@@ -213,9 +206,7 @@ def left_out(
 def thinking_options(tok: Tokenizer, think: bool | None, effort: str | None) -> dict[str, Any]:
     """The template's variables that switch thinking on or off, and say with how much effort the
     model thinks; "none" switches it off. ValueError if the template has no such variable."""
-    from common.text.template import variables
-
-    names, options = variables(tok.chat_template or ""), dict[str, Any]()
+    names, options = variables_of(tok.chat_template), dict[str, Any]()
     if effort is not None and "reasoning_effort" in names:
         options["reasoning_effort"] = effort
     elif effort == "none":
@@ -239,5 +230,69 @@ def end_of_turn(tok: Tokenizer) -> set[int]:
         after = render_chat(tok, for_template(tok, turns), False).rpartition(CLOSE)[2].strip()
     except ValueError:
         return set()
-    ends = {after, CALL if CALL in literals(tok) else after} - {END}
+    ends = {after, CALL if CALL in literals(tok.chat_template) else after} - {END}
     return {id_ for id_ in map(tok.backend.token_to_id, ends) if id_ in tok.special_ids}
+
+
+# ---- templates, which are programs from a checkpoint, run in jinja2's sandbox
+
+
+class Generation(Extension):
+    """`{% generation %}` marks the text to train on; here it is only a scope."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), True)
+        return nodes.Scope(body, lineno=line)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment that templates are written for, Hugging Face's, without powers: those of
+    9**9**9 have no end."""
+
+    intercepted_binops = frozenset(["**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        raise SecurityError(f"{operator} is not allowed")
+
+
+def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def tojson(x: Any, ensure_ascii: Any = False, *given: Any, **named: Any) -> str:
+    """Unlike jinja's own filter, this neither escapes for HTML nor sorts keys."""
+    options: Any = dict(zip(("indent", "separators", "sort_keys"), given, strict=False)) | named
+    text = json.dumps(x, ensure_ascii=ensure_ascii, **options)
+    # The marks may come in the form that they have in ASCII.
+    return text.replace(r"\udb80\udc00", OPEN).replace(r"\udb80\udc01", CLOSE)
+
+
+@lru_cache(8)
+def compiled(source: str) -> jinja2.Template:
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    env.filters["tojson"] = tojson
+    env.globals["raise_exception"] = raise_exception
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    with as_value_error("chat template"):  # jinja2 may fail in any way on a damaged one
+        return env.from_string(source)
+
+
+@lru_cache(8)
+def literals(source: str | None) -> str:
+    """The texts in a template's code, with a zero character between two: what it writes, and what
+    it compares with."""
+    tree = compiled(source or "").environment.parse(source or "")
+    texts = {node.data for node in tree.find_all(nodes.TemplateData)}
+    texts |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return "\0".join(texts)
+
+
+@lru_cache(8)
+def variables_of(source: str | None) -> set[str]:
+    """The names of what a template reads from outside."""
+    tree = compiled(source or "").environment.parse(source or "")
+    return meta.find_undeclared_variables(tree)

@@ -12,7 +12,7 @@ from typing import Any
 from common.text.chat import either
 from common.text.reply import CHANNEL, END, MESSAGE, START, prompt_end, speaks_harmony, think_marks
 from common.text.tokenizer import Tokenizer
-from common.text.tools import FORMATS, Format, Tools, allows, functions, is_bare, values_of
+from common.text.tools import FORMATS, Format, Tools, allows, functions, values_of
 
 AFTER = "\n</parameter>\n"  # a value in XML
 TERMINALS = r"""
@@ -23,11 +23,9 @@ value[lazy]: /(.|\n)*\n<\/parameter>\n/"""
 # As templates write JSON. A model that may write any white space may never stop to do so.
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-# Keywords that arguments in Python or XML can be held to, those that change nothing, and both kinds
-# for a string in XML.
-NOTES = {"title", "description", "default", "examples", "$schema", "$defs", "definitions"}
-OF_ARGS = {"type", "properties", "required", "additionalProperties", *NOTES}
-OF_TEXT = {"type", "anyOf", *NOTES}
+# Keywords that arguments in Python or XML, and text in XML, can be held to, or that change nothing.
+HELD = {"type", "properties", "required", "additionalProperties", "title", "description"}
+HELD |= {"default", "examples", "$schema", "$defs", "definitions"}
 
 
 def tokens_of(tok: Tokenizer) -> set[str]:
@@ -42,68 +40,59 @@ def written(tok: Tokenizer, text: str) -> str:
     return " ".join(map(symbol, filter(None, re.split(f"({either([*tokens])})", text))))
 
 
-def first_mark(text: str) -> str:
-    found = re.match("<[^<>=]*[>=]", text)
-    return found[0] if found else ""
-
-
 def grammar_of(
     tok: Tokenizer, format: str, tools: Tools, required: bool, single: bool = False
 ) -> str:
     """A grammar of replies in a format of FORMATS. If `required`, a reply is one or more calls, or
-    one if `single`, and all arguments fit the functions' schemas. Else it is text, in which
-    whatever begins like a call is one; the arguments of functions with `strict` fit their schemas.
+    one if `single`, and all arguments fit the functions' schemas. Else it is text, in which calls
+    follow their mark; the arguments of functions with `strict` fit their schemas.
 
     ValueError if the format cannot hold the arguments of such a function to its schema.
     """
-    form, rules, bodies, tokens = FORMATS[format], list[str](), list[str](), tokens_of(tok)
+    form, each, rules, tokens = FORMATS[format], list[str](), list[str](), tokens_of(tok)
     head, _, tail = form.call.partition("ARGS")
-    mark = first_mark(head)
-    for i, (name, function) in enumerate(functions(tools).items()):
-        symbols = [written(tok, x) for x in head[len(mark) :].replace("NAME", name).split("INDEX")]
-        bodies.append(f"{' /[0-9]+/ '.join(symbols)} args_{i} {written(tok, tail)}")
-        rules += arguments(form, function, required, f"args_{i}")
+    for name, function in functions(tools).items():
+        symbols = [written(tok, x) for x in head.replace("NAME", name).split("INDEX")]
+        args = arguments(form, function, required)
+        each.append(f"{' /[0-9]+/ '.join(symbols)} {args} {written(tok, tail)}")
     begin, between, end = (written(tok, x) for x in (form.begin, form.between, form.end))
-    rules += [f"body: {' | '.join(bodies)}", f"call: {written(tok, mark)} body"]
     more = f"({between} call)*" if form.around and (form.begin or form.between) else ""
-    calls, leads = f"{begin} call {more} {end}", list[str]()
+    calls = f"{begin} call {more} {end}"
     if required:
         calls = f"{begin} call {end}" if single else calls
         start = calls if form.around or single else f"{calls} ({between} {calls})*"
-    elif is_bare(form):
+    elif form.also:
         tags = " | ".join(written(tok, x) for x in form.also if x in tokens)
         start = f"({tags})? {calls} | PLAIN" if tags else f"{calls} | PLAIN"
     elif format == "harmony":
         start = f"{calls} | {written(tok, f'{CHANNEL}final{MESSAGE}')} TEXT"
     else:
-        for first, rest in ((form.begin, f"call {more} {end}"), (mark, f"body {end}")):
-            if (sign := first_mark(first)) and not (first == mark and mark in tokens):
-                lead, option = f"lead_{len(leads)}", "" if sign in tokens else "[lazy]"
-                rules.append(f"{lead}{option}: TEXT {written(tok, sign)}")
-                leads.append(f"{lead} {written(tok, first.removeprefix(sign))} {rest}")
-        start = f"({' | '.join(leads)})* last"
-    return "\n".join([f"start: {start}", "last: TEXT", *rules]) + TERMINALS
+        mark = form.begin.partition(">")[0] + ">"
+        rest = form.begin.removeprefix(mark)
+        rules = [f"lead{'' if mark in tokens else '[lazy]'}: TEXT {written(tok, mark)}"]
+        start = f"(lead {written(tok, rest)} call {more} {end})* last"
+    rules += [f"start: {start}", f"call: {' | '.join(each)}", "last: TEXT"]
+    return "\n".join(rules) + TERMINALS
 
 
-def arguments(form: Format, function: Mapping[str, Any], required: bool, name: str) -> list[str]:
-    """The rules of a function's arguments."""
+def arguments(form: Format, function: Mapping[str, Any], required: bool) -> str:
+    """What a function's arguments are in a grammar: in Python and XML the needed ones in their
+    order, then any others."""
     schema: Mapping[str, Any] = function.get("parameters") or NOTHING
     strict = bool(function.get("strict"))
     exact, is_xml = strict or required, form.args == "xml"
     if form.args == "json":
-        return [f"{name}: {as_json({**(schema if exact else {}), 'type': 'object'})}"]
+        return as_json({**(schema if exact else {}), "type": "object"})
     inner = schema.get("properties") or {}
     # Free text in XML is held to nothing, a list of values apart.
     texts = [x for x in inner.values() if is_xml and allows(x, "string") and not values_of(x)]
-    unknown = {*schema} - OF_ARGS
-    unknown |= {key for x in texts for part in (x, *x.get("anyOf", ())) for key in part} - OF_TEXT
+    parts = [part for x in texts for part in (x, *x.get("anyOf", ()))]
+    unknown = ({*schema} | {key for part in parts for key in part if key != "anyOf"}) - HELD
     if strict and unknown:
         raise ValueError(f"calls in {form.args} cannot hold arguments to {min(unknown)!r}")
     defs = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    needed, rules = (schema.get("required", []) if exact else []), list[str]()
-    # The needed ones come first, so that in Python a comma stands before each other one.
-    keys = sorted(inner, key=lambda key: key not in needed)
-    for i, key in enumerate(keys):
+    needed, others = list[str](), list[str]()
+    for key in inner:
         if re.search("[>\n]", key) if is_xml else not key.isidentifier() or iskeyword(key):
             raise ValueError(f"calls in {form.args} cannot name the parameter {key!r}")
         part = {**inner[key], **defs} if exact else {}
@@ -112,12 +101,12 @@ def arguments(form: Format, function: Mapping[str, Any], required: bool, name: s
             options = [json.dumps(x + AFTER) for x in values_of(part) if isinstance(x, str)]
             text = f"({' | '.join(options)})" if options else "value"
             value = text if allows(part, "string") else f"{value} {json.dumps(AFTER)}"
-        rules.append(f"{name}_{i}: {json.dumps(start)} {value}")
-    comma = "" if is_xml else '", "'
-    rest = [f"({comma} {name}_{i}){'' if key in needed else '?'}" for i, key in enumerate(keys)]
-    options = [" ".join([f"{name}_{i}", *rest[i + 1 :]]) for i in range(len(keys))]
-    options = options[:1] if {*keys} & {*needed} else [*options, '""']
-    return [f"{name}: {' | '.join(options)}", *rules]
+        is_needed = exact and key in schema.get("required", [])
+        (needed if is_needed else others).append(f"{json.dumps(start)} {value}")
+    comma, other = "" if is_xml else '", "', f"({' | '.join(others)})"
+    first = f" {comma} ".join(needed or [other])
+    args = f"{first} ({comma} {other})*" if others else first
+    return args if needed else f"({args})?" if others else ""
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:

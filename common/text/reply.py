@@ -46,8 +46,8 @@ def nearly(text: str, **words: str) -> str:
 class ParserState(NamedTuple):
     """How far the parser of a reply has come in its messages."""
 
-    part: str = START  # the last marker so far
-    header: tuple[int, ...] = ()  # ids of the message before <|message|>
+    is_text: bool = False  # whether <|message|> has been read
+    header: tuple[int, ...] = ()  # ids of the message before it
     channel: str = FINAL
 
 
@@ -61,11 +61,10 @@ def follow(tok: Tokenizer, state: ParserState, token_id: int) -> tuple[ParserSta
     if token in (START, END):
         return ParserState(), None
     if token == MESSAGE:
-        return ParserState(MESSAGE, channel=channel_of(tok, state.header)), None
-    if state.part == MESSAGE and token != CHANNEL:
+        return ParserState(True, channel=channel_of(tok, state.header)), None
+    if state.is_text and token != CHANNEL:
         return state, state.channel
-    part = CHANNEL if token == CHANNEL else state.part
-    return ParserState(part, (*state.header, token_id)), None
+    return ParserState(header=(*state.header, token_id)), None
 
 
 def channel_of(tok: Tokenizer, header: Sequence[int]) -> str:
@@ -127,12 +126,11 @@ def say(tok: Tokenizer, speech: Speech, token_id: int) -> tuple[Speech, str]:
     if was is not None:
         state, channel = follow(tok, was, token_id)
         speech = speech._replace(state=state)
-        if was.part == MESSAGE != state.part:  # what was held back belongs to the message
+        if was.is_text and not state.is_text:  # what was held back belongs to the message
             text = stream_flush(tok, speech.stream)
             return speech._replace(stream=stream_start(tok, (), keep)), text
-        if was.part != MESSAGE == state.part:
-            stop = speech.stop if state.channel == FINAL else ()
-            stream = stream_start(tok, (), keep, stop)
+        if state.is_text and not was.is_text:
+            stream = stream_start(tok, (), keep, speech.stop if state.channel == FINAL else ())
             return speech._replace(stream=stream, channel=state.channel), ""
         if channel is None:
             return speech, ""

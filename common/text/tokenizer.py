@@ -6,7 +6,7 @@ A checkpoint directory holds `tokenizer.json` (or GPT-2's `vocab.json` and `merg
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from common.loading.files import is_there, read_json_if_there, read_text
-from common.text.added import add_tokens
+from common.text.added import BY_ID, add_tokens
 from common.text.tiktoken import load_tiktoken
 
 # In a multimodal model's config.json.
@@ -49,8 +49,8 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     controls = config.get("chat_control_tokens")
     if not isinstance(controls, list | None) or any(not isinstance(x, str) for x in controls or ()):
         raise ValueError("tokenizer_config.json: chat_control_tokens must be a list of texts")
-    backend, defaults = _load_backend(directory, config)
-    special_tokens = add_tokens(backend, directory, config, defaults)
+    backend, config = _load_backend(directory, config)
+    special_tokens = add_tokens(backend, directory, config)
     # Training may have saved limits with the tokenizer, which would silently cut prompts.
     backend.no_truncation()
     backend.no_padding()
@@ -66,17 +66,14 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     # Some families say only in tokenizer_config.json that prompts begin with BOS.
     if bos_id is not None and config.get("add_bos_token") and bos_id not in backend.encode("").ids:
         backend.post_processor = processors.TemplateProcessing([bos, "$A"], None, [(bos, bos_id)])
-    if bos_id is None and type(model.get("bos_token_id")) is int:
-        bos_id = model["bos_token_id"]
     added = backend.get_added_tokens_decoder()
-    texts = [(token.content, token.special) for token in added.values()]
     template, notes = _chat_template(directory, config)
     return Tokenizer(
         backend=backend,
         chat_template=template,
         special_tokens=special_tokens,
         special_ids=frozenset(i for i, token in added.items() if token.special),
-        added_tokens=tuple(texts),
+        added_tokens=tuple((token.content, token.special) for token in added.values()),
         control_tokens=None if controls is None else tuple(controls),
         stop_ids=frozenset(stop_ids),
         image_ids=frozenset(model[k] for k in IMAGE_KEYS if type(model.get(k)) is int),
@@ -97,24 +94,25 @@ def _stop_ids(file: Path) -> set[int]:
 
 
 def _load_backend(
-    directory: Path, config: Mapping[str, Any]
+    directory: Path, config: dict[str, Any]
 ) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """Returns the tokenizer, and what counts if tokenizer_config.json does not say it."""
+    """Returns the tokenizer, and tokenizer_config.json with what counts if it does not say it."""
     family, ranks = config.get("tokenizer_class"), directory / "tiktoken.model"
     whole, vocab, merges = (directory / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
-    if is_there(ranks) and not is_there(whole):
+    if is_there(whole):
+        text = read_text(whole)
+        with as_value_error(str(whole), ADVICE):
+            return tokenizers.Tokenizer.from_str(text), config
+    if is_there(ranks):
         backend, special = load_tiktoken(ranks)
-        return backend, dict(added_tokens_decoder=special)
-    if not is_there(whole) and not (is_there(vocab) and is_there(merges)):
+        named = config.get(BY_ID, {})
+        return backend, {**config, BY_ID: special | named if isinstance(named, dict) else named}
+    if not (is_there(vocab) and is_there(merges)):
         raise FileNotFoundError(
             f"{directory}: no tokenizer.json (nor vocab.json with merges.txt); "
             "download the checkpoint's tokenizer files into this directory"
         )
-    if is_there(whole):
-        text = read_text(whole)
-        with _as_value_error(str(whole), ADVICE):
-            return tokenizers.Tokenizer.from_str(text), {}
-    with _as_value_error(f"{vocab} with merges.txt", ADVICE):
+    with as_value_error(f"{vocab} with merges.txt", ADVICE):
         backend = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
     # Other families publish the same two files, but split text into words by other rules.
     if family not in (None, "GPT2Tokenizer", "GPT2TokenizerFast"):
@@ -125,19 +123,20 @@ def _load_backend(
     spaced = config.get("add_prefix_space", False) is True
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaced)
     backend.decoder = decoders.ByteLevel()
-    return backend, dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    return backend, dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>") | config
 
 
 @contextlib.contextmanager
-def _as_value_error(what: str, advice: str = "") -> Iterator[None]:
-    """Turns whatever the package raises into ValueError: it raises bare Exception, and its panics,
-    as at millions of spaces in a row, are not even that."""
+def as_value_error(what: str, advice: str = "") -> Iterator[None]:
+    """Turns whatever foreign code raises into ValueError: `tokenizers` raises bare Exception, and
+    its panics, as at millions of spaces in a row, are not even that."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise ValueError(f"{what}: {' '.join(str(error).split())[:300]}{advice}") from error
+        told = " ".join(str(error).split())[:500] or type(error).__name__
+        raise ValueError(f"{what}: {told}{advice}") from error
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> tuple[str | None, tuple[str, ...]]:
@@ -175,7 +174,7 @@ def ids_of(
     # Bytes that are not UTF-8 reach Python as surrogates.
     if text.encode(errors="ignore").decode() != text:
         raise ValueError("the prompt is not valid Unicode text; give it as UTF-8")
-    with _as_value_error("the prompt cannot be encoded"):
+    with as_value_error("the prompt cannot be encoded"):
         # In a batch, because `encode` would let no other thread run until it is done.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     ids = list(encoding.ids)
@@ -253,13 +252,9 @@ def before_stop(stream: Stream, text: str, is_last: bool = False) -> tuple[Strea
     if found:
         at, end = min(found)
         return stream._replace(stopped=True, tail=text[end:]), text[:at]
-    begun = [
-        n
-        for stop in stream.stop
-        for n in range(1, min(len(stop), len(text) + 1))
-        if text.endswith(stop[:n])
-    ]
-    out = len(text) if is_last else len(text) - max(begun, default=0)
+    begins = lambda end: any(stop.startswith(end) for stop in stream.stop)
+    begun = [at for at in range(len(text)) if begins(text[at:]) and not is_last]
+    out = min(begun, default=len(text))
     return stream._replace(tail=text[out:]), text[:out]
 
 

@@ -29,7 +29,7 @@ class Format(NamedTuple):
     between: str = ""  # stands between two calls
     around: bool = True  # begin and end stand around all calls; else around each
     args: str = "json"  # "json", "xml" or "python"
-    also: tuple[str, ...] = ()  # further marks that may stand beside a call
+    also: tuple[str, ...] = ()  # other marks that a call may have; at the start it needs none
 
 
 LLAMA = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
@@ -135,10 +135,8 @@ def allows(schema: Mapping[str, Any], kind: str) -> bool:
 
 
 def start_calls(format: str, tools: Tools) -> Calls:
-    """The state before the first token. Only functions in `tools` can be called. ValueError if
-    there is no such format, or if a tool is not a function with a name."""
-    if format not in FORMATS:
-        raise ValueError(f"there is no format {format!r} of calls; there are {', '.join(FORMATS)}")
+    """The state before the first token, for a key in FORMATS. Only functions in `tools` can be
+    called. ValueError if a tool is not a function with a name."""
     return Calls(FORMATS[format], functions(tools))
 
 
@@ -169,27 +167,22 @@ def advance(calls: Calls, is_last: bool) -> tuple[Calls, list[Piece]]:
     return calls, pieces
 
 
-def is_bare(form: Format) -> bool:
-    """Whether a reply may begin with a call that has no mark."""
-    return not (form.begin + form.call).startswith("<")
-
-
 @lru_cache
 def heads(form: Format, names: tuple[str, ...], at_start: bool) -> re.Pattern[str]:
     """What a call begins with or, at the end of a text, what may become that. Its last group is
     named after the state in which the call is read."""
-    name, bare = "|".join(map(re.escape, names)), is_bare(form)
-    form = FORMATS["llama_json"] if bare else form  # Llama 4 may write either, too
+    name, is_llama = "|".join(map(re.escape, names)), form.also == LLAMA
+    form = FORMATS["llama_json"] if is_llama else form  # Llama 4 may write either, too
     head, called = form.call.partition("ARGS")[0], rf"(?P<name>{name})|[\w.-]*\Z"
     args = r"(?P<xml><)|\Z" if form.args == "xml" else r'(?P<json>\{\s*["}])|\{?\s*\Z'
     kinds = [rf"{nearly(head, NAME=called, INDEX='[0-9]*')}\s*(?:{args})"]
     if form.call.startswith("{"):
         keys = "name|type|id|function|arguments|parameters"
         kinds.append(rf'\s*\{{\s*(?:(?P<object>"(?:{keys})")|(?:"\w*)?\Z)')
-    if bare:
+    if is_llama:
         kinds.append(rf"\s*\[\s*(?:(?P<python>(?:{name})\s*\()|[\w.-]*\s*\Z)")
     starts = [nearly(mark) for mark in (form.begin, *form.also) if mark]
-    starts += [""] if form.call.startswith("<") else [r"\A"] if bare and at_start else []
+    starts += [""] if form.call.startswith("<") else [r"\A"] if is_llama and at_start else []
     # No match begins amid white space: without that, much of it would take quadratic time.
     return re.compile(rf"(?<!\s)(?:{'|'.join(starts)})(?:{'|'.join(kinds)})")
 
