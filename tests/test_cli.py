@@ -496,7 +496,7 @@ def test_weights_with_nan_are_refused_and_where_they_are_allowed_replies_end_as_
         finish_reason="invalid",
         seconds=0,
     )
-    assert "[the reply ends here: the model's logits are NaN or infinite, or a grammar grew too large]\n" in done.stderr
+    assert "[the reply ends here: the model's logits are NaN or infinite, or " in done.stderr
 
 
 def test_a_damaged_checkpoint_is_one_line_and_no_traceback(run, instruct):
