@@ -16,7 +16,7 @@ CODES = {
 }  # fmt: skip
 
 
-class Refused(ValueError):
+class Refused(Exception):
     """Why something is not served, in one sentence; and the field that is to blame."""
 
     def __init__(
@@ -104,12 +104,10 @@ INCLUDED = [[], ["reasoning.encrypted_content"]]  # reasoning comes anyway, as t
 COUNT, SCORES, SHARE = integer(0, 2**31 - 1), integer(0, LIKELIEST), number(0, 1)
 OR_UNSET = Kind(COUNT.name, (COUNT.shape, -1))  # which some clients send for what is not set
 BIAS, PENALTY = number(-100, 100), number(-2, 2)
+is_bias = lambda id_, x: re.fullmatch("[0-9]{1,9}", id_) and fits(x, BIAS.shape)
 BIASES = Kind(
     "an object of token ids and numbers from -100 to 100",
-    lambda x: (
-        fits(x, dict)
-        and all(re.fullmatch("[0-9]{1,9}", id_) and fits(x[id_], BIAS.shape) for id_ in x)
-    ),
+    lambda x: fits(x, dict) and all(is_bias(*one) for one in x.items()),
 )
 # Of all three protocols; what stands in the last two lines changes nothing.
 SHARED = dict(
