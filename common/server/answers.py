@@ -91,9 +91,7 @@ class Completion:
         kind = "text_completion" if asked.kind == "text" else kind
         self.known = dict(id=new_id(asked.kind), object=kind, created=int(time.time()))
         self.known |= dict(model=served.name)
-
-    def first(self) -> str:
-        return ""
+        self.first = ""
 
     def line(self, **more: Any) -> str:
         usage = dict(usage=None) if self.usage else {}

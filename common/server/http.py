@@ -51,18 +51,10 @@ class Answer:
     """The events of one HTTP request's choices, as the event loop gets them."""
 
     def __init__(self, requests: Sequence[Request]):
-        self.requests, self.task = requests, asyncio.current_task()  # which answers the request
+        self.requests = requests
+        self.task: Any = asyncio.current_task()  # which answers the request
         self.events = asyncio.Queue[tuple[int, Event] | Exception]()
         self.left = len(requests)  # requests that have not ended
-
-    async def next(self) -> tuple[int, Event] | None:
-        """The next choice and event; None if nothing comes for a while."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(QUIET):
-                if isinstance(item := await self.events.get(), Exception):
-                    raise item
-                return item
-        return None
 
 
 class Desk:
@@ -92,8 +84,8 @@ class Desk:
         answer = Answer(requests)
         self.open.add(answer)
         self.inbox.put(partial(self.submit, answer))
-        if answer.task:  # it also ends if its client goes away
-            answer.task.add_done_callback(lambda _: self.leave(answer))
+        # It also ends if its client goes away.
+        answer.task.add_done_callback(lambda _: self.leave(answer))
         return answer
 
     def leave(self, answer: Answer) -> None:
@@ -105,7 +97,7 @@ class Desk:
         for answer, item in events:
             answer.events.put_nowait(item)
             answer.left -= isinstance(item, tuple) and item[1].finish is not None
-            if answer.events.qsize() > BACKLOG and answer.task:
+            if answer.events.qsize() > BACKLOG:
                 answer.task.cancel()  # its client does not read
 
     def fail(self, error: Exception) -> None:
@@ -140,10 +132,8 @@ class Desk:
 
     def run(self) -> None:
         """Steps the session, until it is to stop and nothing is open, or time is up."""
-        while self.open or self.deadline == math.inf:
+        while (self.open or self.deadline == math.inf) and time.monotonic() < self.deadline:
             self.receive()
-            if time.monotonic() > self.deadline:
-                break
             told = list[tuple[Answer, Any]]()
             for event in step(self.session):
                 if place := self.places.get(event.request):  # it was not given up
@@ -182,10 +172,15 @@ async def follow(told: Completion | Reply, answer: Answer) -> AsyncIterator[str]
     """Adds the events to what is told, and yields what a stream sends of it."""
     sent = time.monotonic()
     try:
-        yield told.first()
+        yield told.first
         while not all(choice.finish for choice in told.choices):
-            item = await answer.next()
-            lines = told.add(*item) if item else ""
+            lines = ""
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(QUIET):
+                    item = await answer.events.get()
+                if isinstance(item, Exception):
+                    raise item
+                lines = told.add(*item)
             if not lines and time.monotonic() > sent + QUIET / 2:
                 lines = ": nothing to send yet\n\n"
             if lines:
@@ -265,10 +260,10 @@ class Guard:
         self.app, self.names, self.origins, self.key = app, names, origins, key
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        app = self.app
         if scope["type"] == "http" and (refused := self.refusal(scope)):
-            await JSONResponse(refused.object, refused.status)(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+            app = JSONResponse(refused.object, refused.status)
+        await app(scope, receive, send)
 
     def refusal(self, scope: Any) -> Refused | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
@@ -334,8 +329,7 @@ def names_of(listener: socket.socket, place: str, allowed: Sequence[str]) -> set
 def key_of(args: argparse.Namespace) -> str | None:
     """The API key. ValueError if it is empty, which would let all clients in, or if no client could
     send it."""
-    key: str | None = args.api_key
-    key = os.environ.get("FOLIO_API_KEY") if key is None else key
+    key = os.environ.get("FOLIO_API_KEY") if args.api_key is None else str(args.api_key)
     if key is not None and not (key and key.isprintable() and key == key.strip()):
         what = "be printable, and neither be empty nor have spaces around it"
         raise ValueError(f"--api-key or FOLIO_API_KEY must {what}")
