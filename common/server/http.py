@@ -58,12 +58,12 @@ class Answer:
 
 
 class Desk:
-    """Passes requests to the thread that steps the session, and events back."""
+    """The endpoints. Passes requests to the thread that steps the session, and events back."""
 
-    def __init__(self, session: Session, args: argparse.Namespace):
-        self.session, self.most, self.grace = session, session.slots + args.queue, args.grace
+    def __init__(self, served: Served, grace: float):
+        self.served, self.session, self.grace = served, served.session, grace
         self.inbox = queue.SimpleQueue[Callable[[], None]]()  # what the session's thread is to do
-        self.open = set[Answer]()
+        self.open, self.created = set[Answer](), int(time.time())
         self.places = dict[int, tuple[Answer, int]]()  # by number of the request
         self.deadline = math.inf  # when a server that is to stop gives up what still runs
         self.loop = asyncio.new_event_loop()
@@ -76,7 +76,7 @@ class Desk:
         """Refused if so many more requests would be too many, or if the server stops."""
         if self.deadline < math.inf:
             raise Refused("the server is stopping", status=503)
-        if sum(answer.left for answer in self.open) + count > self.most:
+        if sum(answer.left for answer in self.open) + count > self.served.most:
             raise Refused("too many requests are waiting: try again later", status=429)
 
     def enter(self, requests: Sequence[Request]) -> Answer:
@@ -143,6 +143,64 @@ class Desk:
             if told:
                 self.loop.call_soon_threadsafe(self.deliver, told)
 
+    # endpoints, of the event loop
+
+    async def complete(self, call: Call, kind: str) -> Response:
+        self.check_room(1)  # before a long text is encoded
+        body = await body_of(call)
+        told = await asyncio.to_thread(begin, self.served, kind, body)
+        answer = self.enter(told.asked.requests)
+        if told.asked.given.get("stream"):
+            lines = follow(told, answer)
+            return StreamingResponse(lines, media_type="text/event-stream", headers=UNBUFFERED)
+
+        async def watch() -> None:  # ends the answer if its client goes away
+            while (await call.receive())["type"] != "http.disconnect":
+                pass
+            answer.events.put_nowait(Refused("the client has gone", status=499))
+
+        watcher = asyncio.create_task(watch())
+        try:
+            async for _ in follow(told, answer):
+                pass
+        finally:
+            watcher.cancel()
+        return JSONResponse(told.whole())
+
+    async def models(self, call: Call) -> Response:
+        served, name = self.served, call.path_params.get("name")
+        if name not in (None, served.name):
+            what = f"the model here is {served.name}, not {name[:80]}"
+            raise Refused(what, "model", 404, "model_not_found")
+        model = dict(id=served.name, object="model", created=self.created, owned_by="folio")
+        model |= dict(max_model_len=served.session.capacity)
+        return JSONResponse(model if name else dict(object="list", data=[model]))
+
+    async def health(self, call: Call) -> Response:
+        stopping = self.deadline < math.inf
+        return JSONResponse(dict(status="stopping" if stopping else "ok"), 503 if stopping else 200)
+
+    async def metrics(self, call: Call) -> Response:
+        """What `Stats` has, and how many requests are open and running, for Prometheus."""
+        s, kinds = self.session, dict[str, tuple[str, float]]()
+        kinds["open_requests"] = "gauge", sum(len(answer.requests) for answer in self.open)
+        kinds["running_requests"] = "gauge", len(s.running)
+        kinds |= {name + "_total": ("counter", value) for name, value in vars(s.stats).items()}
+        lines = [f"# TYPE folio_{k} {kind}\nfolio_{k} {x}\n" for k, (kind, x) in kinds.items()]
+        return Response("".join(lines), media_type="text/plain")
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", lambda call: FileResponse(Path(__file__).with_name("page.html"))),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.models),
+            Route("/v1/chat/completions", partial(self.complete, kind="chat"), methods=["POST"]),
+            Route("/v1/completions", partial(self.complete, kind="text"), methods=["POST"]),
+            Route("/v1/responses", partial(self.complete, kind="responses"), methods=["POST"]),
+        ]
+
 
 async def body_of(call: Call) -> Any:
     """Reads a body of JSON. A large one takes a second, in which other clients are served."""
@@ -152,13 +210,6 @@ async def body_of(call: Call) -> Any:
         if len(data) > BODY:
             raise Refused(f"the body has more than {BODY} bytes", status=413)
     return await asyncio.to_thread(read_json, bytes(data))
-
-
-async def watch(call: Call, answer: Answer) -> None:
-    """Ends an answer if its client goes away."""
-    while (await call.receive())["type"] != "http.disconnect":
-        pass
-    answer.events.put_nowait(Refused("the client has gone", status=499))
 
 
 def begin(served: Served, kind: str, body: Any) -> Completion | Reply:
@@ -191,64 +242,6 @@ async def follow(told: Completion | Reply, answer: Answer) -> AsyncIterator[str]
         if not told.asked.given.get("stream"):
             raise
         yield told.failed(refusal_of(error))
-
-
-class Api:
-    """The endpoints."""
-
-    def __init__(self, desk: Desk, name: str, tool_format: str | None):
-        self.desk, self.created = desk, int(time.time())
-        self.served = Served(desk.session, name, desk.most, tool_format)
-
-    async def complete(self, call: Call, kind: str) -> Response:
-        self.desk.check_room(1)  # before a long text is encoded
-        body = await body_of(call)
-        told = await asyncio.to_thread(begin, self.served, kind, body)
-        answer = self.desk.enter(told.asked.requests)
-        if told.asked.given.get("stream"):
-            lines = follow(told, answer)
-            return StreamingResponse(lines, media_type="text/event-stream", headers=UNBUFFERED)
-        watcher = asyncio.create_task(watch(call, answer))
-        try:
-            async for _ in follow(told, answer):
-                pass
-        finally:
-            watcher.cancel()
-        return JSONResponse(told.whole())
-
-    async def models(self, call: Call) -> Response:
-        served, name = self.served, call.path_params.get("name")
-        if name not in (None, served.name):
-            what = f"the model here is {served.name}, not {name[:80]}"
-            raise Refused(what, "model", 404, "model_not_found")
-        model = dict(id=served.name, object="model", created=self.created, owned_by="folio")
-        model |= dict(max_model_len=served.session.capacity)
-        return JSONResponse(model if name else dict(object="list", data=[model]))
-
-    async def health(self, call: Call) -> Response:
-        stopping = self.desk.deadline < math.inf
-        return JSONResponse(dict(status="stopping" if stopping else "ok"), 503 if stopping else 200)
-
-    async def metrics(self, call: Call) -> Response:
-        """What `Stats` has, and how many requests are open and running, for Prometheus."""
-        s, kinds = self.desk.session, dict[str, tuple[str, float]]()
-        kinds["open_requests"] = "gauge", sum(len(answer.requests) for answer in self.desk.open)
-        kinds["running_requests"] = "gauge", len(s.running)
-        kinds |= {name + "_total": ("counter", value) for name, value in vars(s.stats).items()}
-        lines = [f"# TYPE folio_{k} {kind}\nfolio_{k} {x}\n" for k, (kind, x) in kinds.items()]
-        return Response("".join(lines), media_type="text/plain")
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("/", lambda call: FileResponse(Path(__file__).with_name("page.html"))),
-            Route("/health", self.health),
-            Route("/metrics", self.metrics),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.models),
-            Route("/v1/chat/completions", partial(self.complete, kind="chat"), methods=["POST"]),
-            Route("/v1/completions", partial(self.complete, kind="text"), methods=["POST"]),
-            Route("/v1/responses", partial(self.complete, kind="responses"), methods=["POST"]),
-        ]
 
 
 class Guard:
@@ -348,16 +341,17 @@ def compile_programs(session: Session) -> None:
 def serve_http(session: Session, args: argparse.Namespace, listener: socket.socket) -> None:
     """Serves until SIGTERM or Ctrl-C, then ends what runs within --grace seconds."""
     compile_programs(session)
-    desk, names = Desk(session, args), names_of(listener, args.serve, args.allow_host)
     ckpt = str(args.adapter or args.ckpt or session.model.module.__package__)
     name = Path(ckpt).resolve().name if Path(ckpt).is_dir() else ckpt
+    served = Served(session, name, session.slots + args.queue, args.tool_format)
+    desk, names = Desk(served, args.grace), names_of(listener, args.serve, args.allow_host)
     key, origins = key_of(args), args.allow_origin
     guard = Middleware(Guard, names=names, origins=origins, key=key)
     anything: Any = dict(allow_methods=["*"], allow_headers=["*"], allow_private_network=True)
     cors = Middleware(CORSMiddleware, allow_origins=origins, **anything)
     middleware = [cors, guard] if origins else [guard]
     errors = dict.fromkeys((Refused, HTTPException, Exception), refuse)
-    app = Starlette(False, Api(desk, name, args.tool_format).routes(), middleware, errors)
+    app = Starlette(False, desk.routes(), middleware, errors)
     quiet: Any = dict(log_level="critical", lifespan="off", timeout_graceful_shutdown=5)
     config = uvicorn.Config(app, backlog=WAITING, timeout_keep_alive=IDLE, **quiet)
     server = uvicorn.Server(config)
