@@ -280,7 +280,7 @@ FLAT = [dict(type="function", strict=False, **FUNCTION), dict(type="function", n
 def test_the_events_of_a_response_come_in_order():
     body = dict(input="How is it?", tools=FLAT, stream=True)
     reply = begin(served(), "responses", body)
-    text = reply.first() + "".join(reply.add(0, event) for event in SAID) + reply.last()
+    text = reply.first + "".join(reply.add(0, event) for event in SAID) + reply.last()
     events = [json.loads(part.split("data: ")[1]) for part in text.split("\n\n")[:-1]]
     read = TypeAdapter(openai.types.responses.ResponseStreamEvent).validate_python
     assert all(type(read(event)).__name__ for event in events)

@@ -248,8 +248,8 @@ def test_a_grammar_lets_the_model_think_first(kind):
     tok = thinker(kind)
     machine = llguidance.LLTokenizer(tok.backend.to_str(), eos_token=256)
 
-    def allows(prompt, reply, grammar):
-        grammar = behind_thoughts(tok, encode(tok, prompt), grammar)
+    def allows(prompt, reply, *grammars):
+        grammar = behind_thoughts(tok, encode(tok, prompt), *grammars)
         matcher, ids = llguidance.LLMatcher(machine, grammar), encode(tok, reply)
         assert not matcher.is_error()
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -261,16 +261,22 @@ def test_a_grammar_lets_the_model_think_first(kind):
         assert allows("Hi<think>\n", "Well</think>yes", grammar)
         assert not allows("Hi<think>\n", "yes", grammar)
         assert not allows("Hi<think>\n\n</think>\n\n", "<think></think>yes", grammar)
+        for reply, fits in (("yes", True), ("call", True), ("no", False)):  # or a call
+            for thought in ("<think>Well</think>", ""):
+                assert allows("Hi", thought + reply, grammar, 'start: "call"') == fits
 
 
 def test_a_grammar_in_harmony_is_that_of_the_final_message(tok):
     end = tok.backend.token_to_id("<|return|>")
     machine = llguidance.LLTokenizer(tok.backend.to_str(), eos_token=end)
-    matcher = llguidance.LLMatcher(machine, behind_thoughts(tok, [0], 'start: "4"'))
     start = "<|start|>assistant<|channel|>final<|message|>4"
-    assert matcher.consume_tokens(encode(tok, THOUGHT + start)) and matcher.is_accepting()
-    matcher.reset()
-    assert not matcher.consume_tokens(encode(tok, THOUGHT + start[:-1] + "5"))
+    call = "<|start|>assistant<|channel|>commentary to=f<|message|>{}"
+    for called in (None, 'start: <|channel|> "commentary to=f" <|message|> "{}"'):
+        grammar = behind_thoughts(tok, [0], 'start: "4"', called)
+        for reply, fits in ((start, True), (start[:-1] + "5", False), (call, called is not None)):
+            matcher = llguidance.LLMatcher(machine, grammar)
+            assert matcher.consume_tokens(encode(tok, THOUGHT + reply)) == fits
+            assert matcher.is_accepting() == fits
 
 
 def test_thinking_is_switched_by_the_variables_of_the_template(tok):

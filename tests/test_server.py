@@ -756,7 +756,7 @@ def test_a_client_that_leaves_its_reply_unread_takes_no_place(chat_model):
 
 
 def test_what_the_event_loop_cannot_do_is_told_in_one_line(capsys):
-    desk = Desk(SimpleNamespace(slots=1), SimpleNamespace(queue=1, grace=1))
+    desk = Desk(SimpleNamespace(session=None), 1)
     desk.loop.call_exception_handler(dict(message="no more files", exception=OSError("A secret")))
     desk.loop.close()
     assert capsys.readouterr().err == "[no more files]\n"

@@ -90,14 +90,11 @@ class Completion:
         kind = "chat.completion" + (".chunk" if self.stream else "")
         kind = "text_completion" if asked.kind == "text" else kind
         self.known = dict(id=new_id(asked.kind), object=kind, created=int(time.time()))
-        self.known |= dict(model=served.name)
-
-    def first(self) -> str:
-        return ""
+        self.known |= dict(model=served.name) | (dict(usage=None) if self.usage else {})
+        self.first = ""
 
     def line(self, **more: Any) -> str:
-        usage = dict(usage=None) if self.usage else {}
-        return f"data: {json.dumps(self.known | usage | more)}\n\n"
+        return f"data: {json.dumps(self.known | more)}\n\n"
 
     def add(self, i: int, event: Event) -> str:
         add(self.asked, choice := self.choices[i], self.tok, event)

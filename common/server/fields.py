@@ -16,7 +16,7 @@ CODES = {
 }  # fmt: skip
 
 
-class Refused(ValueError):
+class Refused(Exception):
     """Why something is not served, in one sentence; and the field that is to blame."""
 
     def __init__(
@@ -104,12 +104,10 @@ INCLUDED = [[], ["reasoning.encrypted_content"]]  # reasoning comes anyway, as t
 COUNT, SCORES, SHARE = integer(0, 2**31 - 1), integer(0, LIKELIEST), number(0, 1)
 OR_UNSET = Kind(COUNT.name, (COUNT.shape, -1))  # which some clients send for what is not set
 BIAS, PENALTY = number(-100, 100), number(-2, 2)
+is_bias = lambda id_, x: re.fullmatch("[0-9]{1,9}", id_) and fits(x, BIAS.shape)
 BIASES = Kind(
     "an object of token ids and numbers from -100 to 100",
-    lambda x: (
-        fits(x, dict)
-        and all(re.fullmatch("[0-9]{1,9}", id_) and fits(x[id_], BIAS.shape) for id_ in x)
-    ),
+    lambda x: fits(x, dict) and all(is_bias(*one) for one in x.items()),
 )
 # Of all three protocols; what stands in the last two lines changes nothing.
 SHARED = dict(
@@ -149,12 +147,12 @@ UNSUPPORTED: dict[str, list[Any]] = dict(
     background=[False], previous_response_id=[], conversation=[], truncation=["disabled"],
     top_logprobs=[0], max_tool_calls=[], context_management=[[]],
 )  # fmt: skip
-# Of a message, whatever its role, and then by its role.
+# Of a message, whatever its role, and then what templates read, by its role.
 MESSAGE = dict(content=TEXT, name=TEXT, type=Kind("text or message", ("text", "message")))
 CALL = {"function": {"name": str, "arguments": str, ...: object}, "id": (str, None), ...: object}
 CALLS = Kind("a list of calls with an id, and a function's name and text of arguments", [CALL])
 ROLES: dict[str, dict[str, Kind]] = dict(
-    system={}, developer={}, user={}, tool=dict(tool_call_id=TEXT),
+    system={}, developer={}, user={}, tool=dict(tool_call_id=TEXT, name=TEXT),
     assistant=dict(tool_calls=CALLS, **dict.fromkeys(REASONING, TEXT)),
 )  # fmt: skip
 # Parts of text, in conversations and in responses.
@@ -201,18 +199,17 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not fits(role, (*ROLES,)):
         raise Refused(f"a role must be one of {', '.join(ROLES)}", "messages")
-    content = text_of("" if content is None and role == "assistant" else content)
-    known = MESSAGE | ROLES[str(role)]
+    own = ROLES[str(role)]
+    known = MESSAGE | own
     # Clients send the model's own messages back, including empty fields.
     given = {name: x for name, x in message.items() if x not in (None, "", [], {})}
-    given |= dict(content=content)
+    given |= dict(content=text_of("" if content is None and role == "assistant" else content))
     for name in sorted(given.keys() - {"role"}):
         if name not in known:
             raise Refused(f"{name[:80]} is not supported in a message", "messages")
         if not fits(given[name], known[name].shape):
             raise Refused(f"{name} must be {known[name].name}", "messages")
-    unread = {"type", "name"} if role != "tool" else {"type"}
-    return {name: x for name, x in given.items() if name not in unread}
+    return {name: x for name, x in given.items() if name in ("role", "content", *own)}
 
 
 def text_of(content: Any) -> str:

@@ -51,27 +51,19 @@ class Answer:
     """The events of one HTTP request's choices, as the event loop gets them."""
 
     def __init__(self, requests: Sequence[Request]):
-        self.requests, self.task = requests, asyncio.current_task()  # which answers the request
+        self.requests = requests
+        self.task: Any = asyncio.current_task()  # which answers the request
         self.events = asyncio.Queue[tuple[int, Event] | Exception]()
         self.left = len(requests)  # requests that have not ended
 
-    async def next(self) -> tuple[int, Event] | None:
-        """The next choice and event; None if nothing comes for a while."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(QUIET):
-                if isinstance(item := await self.events.get(), Exception):
-                    raise item
-                return item
-        return None
-
 
 class Desk:
-    """Passes requests to the thread that steps the session, and events back."""
+    """The endpoints. Passes requests to the thread that steps the session, and events back."""
 
-    def __init__(self, session: Session, args: argparse.Namespace):
-        self.session, self.most, self.grace = session, session.slots + args.queue, args.grace
+    def __init__(self, served: Served, grace: float):
+        self.served, self.session, self.grace = served, served.session, grace
         self.inbox = queue.SimpleQueue[Callable[[], None]]()  # what the session's thread is to do
-        self.open = set[Answer]()
+        self.open, self.created = set[Answer](), int(time.time())
         self.places = dict[int, tuple[Answer, int]]()  # by number of the request
         self.deadline = math.inf  # when a server that is to stop gives up what still runs
         self.loop = asyncio.new_event_loop()
@@ -84,7 +76,7 @@ class Desk:
         """Refused if so many more requests would be too many, or if the server stops."""
         if self.deadline < math.inf:
             raise Refused("the server is stopping", status=503)
-        if sum(answer.left for answer in self.open) + count > self.most:
+        if sum(answer.left for answer in self.open) + count > self.served.most:
             raise Refused("too many requests are waiting: try again later", status=429)
 
     def enter(self, requests: Sequence[Request]) -> Answer:
@@ -92,8 +84,8 @@ class Desk:
         answer = Answer(requests)
         self.open.add(answer)
         self.inbox.put(partial(self.submit, answer))
-        if answer.task:  # it also ends if its client goes away
-            answer.task.add_done_callback(lambda _: self.leave(answer))
+        # It also ends if its client goes away.
+        answer.task.add_done_callback(lambda _: self.leave(answer))
         return answer
 
     def leave(self, answer: Answer) -> None:
@@ -105,7 +97,7 @@ class Desk:
         for answer, item in events:
             answer.events.put_nowait(item)
             answer.left -= isinstance(item, tuple) and item[1].finish is not None
-            if answer.events.qsize() > BACKLOG and answer.task:
+            if answer.events.qsize() > BACKLOG:
                 answer.task.cancel()  # its client does not read
 
     def fail(self, error: Exception) -> None:
@@ -140,10 +132,8 @@ class Desk:
 
     def run(self) -> None:
         """Steps the session, until it is to stop and nothing is open, or time is up."""
-        while self.open or self.deadline == math.inf:
+        while (self.open or self.deadline == math.inf) and time.monotonic() < self.deadline:
             self.receive()
-            if time.monotonic() > self.deadline:
-                break
             told = list[tuple[Answer, Any]]()
             for event in step(self.session):
                 if place := self.places.get(event.request):  # it was not given up
@@ -153,67 +143,23 @@ class Desk:
             if told:
                 self.loop.call_soon_threadsafe(self.deliver, told)
 
-
-async def body_of(call: Call) -> Any:
-    """Reads a body of JSON. A large one takes a second, in which other clients are served."""
-    data = bytearray()
-    async for part in call.stream():
-        data += part
-        if len(data) > BODY:
-            raise Refused(f"the body has more than {BODY} bytes", status=413)
-    return await asyncio.to_thread(read_json, bytes(data))
-
-
-async def watch(call: Call, answer: Answer) -> None:
-    """Ends an answer if its client goes away."""
-    while (await call.receive())["type"] != "http.disconnect":
-        pass
-    answer.events.put_nowait(Refused("the client has gone", status=499))
-
-
-def begin(served: Served, kind: str, body: Any) -> Completion | Reply:
-    """Reads a request, and begins the answer to it."""
-    if kind == "responses":
-        return Reply(served, ask(served, "chat", as_chat(body)), body)
-    return Completion(served, ask(served, kind, body))
-
-
-async def follow(told: Completion | Reply, answer: Answer) -> AsyncIterator[str]:
-    """Adds the events to what is told, and yields what a stream sends of it."""
-    sent = time.monotonic()
-    try:
-        yield told.first()
-        while not all(choice.finish for choice in told.choices):
-            item = await answer.next()
-            lines = told.add(*item) if item else ""
-            if not lines and time.monotonic() > sent + QUIET / 2:
-                lines = ": nothing to send yet\n\n"
-            if lines:
-                yield lines
-                sent = time.monotonic()
-        yield told.last()
-    except Exception as error:
-        if not told.asked.given.get("stream"):
-            raise
-        yield told.failed(refusal_of(error))
-
-
-class Api:
-    """The endpoints."""
-
-    def __init__(self, desk: Desk, name: str, tool_format: str | None):
-        self.desk, self.created = desk, int(time.time())
-        self.served = Served(desk.session, name, desk.most, tool_format)
+    # endpoints, of the event loop
 
     async def complete(self, call: Call, kind: str) -> Response:
-        self.desk.check_room(1)  # before a long text is encoded
+        self.check_room(1)  # before a long text is encoded
         body = await body_of(call)
         told = await asyncio.to_thread(begin, self.served, kind, body)
-        answer = self.desk.enter(told.asked.requests)
+        answer = self.enter(told.asked.requests)
         if told.asked.given.get("stream"):
             lines = follow(told, answer)
             return StreamingResponse(lines, media_type="text/event-stream", headers=UNBUFFERED)
-        watcher = asyncio.create_task(watch(call, answer))
+
+        async def watch() -> None:  # ends the answer if its client goes away
+            while (await call.receive())["type"] != "http.disconnect":
+                pass
+            answer.events.put_nowait(Refused("the client has gone", status=499))
+
+        watcher = asyncio.create_task(watch())
         try:
             async for _ in follow(told, answer):
                 pass
@@ -231,13 +177,13 @@ class Api:
         return JSONResponse(model if name else dict(object="list", data=[model]))
 
     async def health(self, call: Call) -> Response:
-        stopping = self.desk.deadline < math.inf
+        stopping = self.deadline < math.inf
         return JSONResponse(dict(status="stopping" if stopping else "ok"), 503 if stopping else 200)
 
     async def metrics(self, call: Call) -> Response:
         """What `Stats` has, and how many requests are open and running, for Prometheus."""
-        s, kinds = self.desk.session, dict[str, tuple[str, float]]()
-        kinds["open_requests"] = "gauge", sum(len(answer.requests) for answer in self.desk.open)
+        s, kinds = self.session, dict[str, tuple[str, float]]()
+        kinds["open_requests"] = "gauge", sum(len(answer.requests) for answer in self.open)
         kinds["running_requests"] = "gauge", len(s.running)
         kinds |= {name + "_total": ("counter", value) for name, value in vars(s.stats).items()}
         lines = [f"# TYPE folio_{k} {kind}\nfolio_{k} {x}\n" for k, (kind, x) in kinds.items()]
@@ -256,6 +202,48 @@ class Api:
         ]
 
 
+async def body_of(call: Call) -> Any:
+    """Reads a body of JSON. A large one takes a second, in which other clients are served."""
+    data = bytearray()
+    async for part in call.stream():
+        data += part
+        if len(data) > BODY:
+            raise Refused(f"the body has more than {BODY} bytes", status=413)
+    return await asyncio.to_thread(read_json, bytes(data))
+
+
+def begin(served: Served, kind: str, body: Any) -> Completion | Reply:
+    """Reads a request, and begins the answer to it."""
+    if kind == "responses":
+        return Reply(served, ask(served, "chat", as_chat(body)), body)
+    return Completion(served, ask(served, kind, body))
+
+
+async def follow(told: Completion | Reply, answer: Answer) -> AsyncIterator[str]:
+    """Adds the events to what is told, and yields what a stream sends of it."""
+    sent = time.monotonic()
+    try:
+        yield told.first
+        while not all(choice.finish for choice in told.choices):
+            lines = ""
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(QUIET):
+                    item = await answer.events.get()
+                if isinstance(item, Exception):
+                    raise item
+                lines = told.add(*item)
+            if not lines and time.monotonic() > sent + QUIET / 2:
+                lines = ": nothing to send yet\n\n"
+            if lines:
+                yield lines
+                sent = time.monotonic()
+        yield told.last()
+    except Exception as error:
+        if not told.asked.given.get("stream"):
+            raise
+        yield told.failed(refusal_of(error))
+
+
 class Guard:
     """Refuses requests without the API key. If the server listens on a loopback address, it also
     refuses unknown Host headers (DNS rebinding) and unknown Origin headers (cross-site
@@ -265,10 +253,10 @@ class Guard:
         self.app, self.names, self.origins, self.key = app, names, origins, key
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        app = self.app
         if scope["type"] == "http" and (refused := self.refusal(scope)):
-            await JSONResponse(refused.object, refused.status)(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+            app = JSONResponse(refused.object, refused.status)
+        await app(scope, receive, send)
 
     def refusal(self, scope: Any) -> Refused | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
@@ -334,8 +322,7 @@ def names_of(listener: socket.socket, place: str, allowed: Sequence[str]) -> set
 def key_of(args: argparse.Namespace) -> str | None:
     """The API key. ValueError if it is empty, which would let all clients in, or if no client could
     send it."""
-    key: str | None = args.api_key
-    key = os.environ.get("FOLIO_API_KEY") if key is None else key
+    key = os.environ.get("FOLIO_API_KEY") if args.api_key is None else str(args.api_key)
     if key is not None and not (key and key.isprintable() and key == key.strip()):
         what = "be printable, and neither be empty nor have spaces around it"
         raise ValueError(f"--api-key or FOLIO_API_KEY must {what}")
@@ -354,16 +341,17 @@ def compile_programs(session: Session) -> None:
 def serve_http(session: Session, args: argparse.Namespace, listener: socket.socket) -> None:
     """Serves until SIGTERM or Ctrl-C, then ends what runs within --grace seconds."""
     compile_programs(session)
-    desk, names = Desk(session, args), names_of(listener, args.serve, args.allow_host)
     ckpt = str(args.adapter or args.ckpt or session.model.module.__package__)
     name = Path(ckpt).resolve().name if Path(ckpt).is_dir() else ckpt
+    served = Served(session, name, session.slots + args.queue, args.tool_format)
+    desk, names = Desk(served, args.grace), names_of(listener, args.serve, args.allow_host)
     key, origins = key_of(args), args.allow_origin
     guard = Middleware(Guard, names=names, origins=origins, key=key)
     anything: Any = dict(allow_methods=["*"], allow_headers=["*"], allow_private_network=True)
     cors = Middleware(CORSMiddleware, allow_origins=origins, **anything)
     middleware = [cors, guard] if origins else [guard]
     errors = dict.fromkeys((Refused, HTTPException, Exception), refuse)
-    app = Starlette(False, Api(desk, name, args.tool_format).routes(), middleware, errors)
+    app = Starlette(False, desk.routes(), middleware, errors)
     quiet: Any = dict(log_level="critical", lifespan="off", timeout_graceful_shutdown=5)
     config = uvicorn.Config(app, backlog=WAITING, timeout_keep_alive=IDLE, **quiet)
     server = uvicorn.Server(config)

@@ -6,9 +6,10 @@ of the engine beside it.
 
 import json
 import secrets
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+from llguidance import LLMatcher
 
 from common.loading.generation import SETTINGS
 from common.sampling import PENALTIES
@@ -21,6 +22,14 @@ from common.text.grammar import behind_thoughts, grammar_of, json_grammar
 from common.text.tokenizer import encode
 
 RESERVED = {"tok", "messages", "tools", "add_generation_prompt"}  # which no variable may replace
+# The grammar of each kind of structured output.
+GRAMMARS: dict[str, Callable[[Any], str]] = dict(
+    json=lambda x: json_grammar(json.loads(x) if isinstance(x, str) else x),
+    json_object=lambda _: json_grammar(dict(type="object")),
+    choice=lambda x: f"start: {' | '.join(map(json.dumps, x))}",
+    regex=LLMatcher.grammar_from_regex,
+    grammar=str,
+)
 
 
 class Served:
@@ -62,52 +71,30 @@ def calls_of(
 
 def structure_of(served: Served, given: dict[str, Any]) -> str | None:
     """What `response_format` and `structured_outputs` ask, as a grammar of llguidance."""
-    form, kind = given.get("response_format", {}), "structured_outputs"
-    asked = {name: x for name, x in given.get(kind, {}).items() if x is not None}
+    form, name = given.get("response_format", {}), "structured_outputs"
+    asked = {kind: x for kind, x in given.get(name, {}).items() if x is not None}
     if form.get("type", "text") != "text":
         if asked:
-            raise Refused(f"response_format does not go with {kind}", "response_format")
-        kind, wanted = "response_format", form.get("json_schema") or {}
+            raise Refused(f"response_format does not go with {name}", "response_format")
+        name, wanted = "response_format", form.get("json_schema") or {}
         asked = dict(json=wanted.get("schema", dict(type="object")))
     if not asked:
         return None
-    ((name, value),) = asked.items()
+    ((kind, value),) = asked.items()
     try:
-        if name in ("json", "json_object"):
-            value = json.loads(value) if isinstance(value, str) else value
-            grammar = json_grammar(dict(type="object") if name == "json_object" else value)
-        elif name == "choice":
-            grammar = f"start: {' | '.join(map(json.dumps, value))}"
-        elif name == "regex":
-            from llguidance import LLMatcher
-
-            grammar = LLMatcher.grammar_from_regex(value)
-        else:
-            grammar = value
+        grammar = GRAMMARS[kind](value)
         check_grammar(served.session.model, grammar)
-    except (ImportError, TypeError, ValueError) as error:  # a schema may be text of any JSON
-        raise Refused(f"{kind}: {' '.join(str(error).split())[:500]}", kind) from None
+    except (TypeError, ValueError) as error:  # a schema may be text of any JSON
+        raise Refused(f"{name}: {' '.join(str(error).split())[:500]}", name) from None
     return grammar
 
 
-def either(a: str | None, b: str | None) -> str | None:
-    """The grammar of what fits one of two grammars, if both are given."""
-    if a is None or b is None:
-        return a or b
-    both: list[dict[str, Any]] = [dict(lark_grammar="start: @either | @other")]
-    for name, grammar in (("either", a), ("other", b)):
-        is_lark = not grammar.lstrip().startswith("{")
-        parts = [dict(lark_grammar=grammar)] if is_lark else json.loads(grammar)["grammars"]
-        both += [{**parts[0], "name": name}, *parts[1:]]
-    return json.dumps(dict(grammars=both))
-
-
 def prompts_of(served: Served, kind: str, given: dict[str, Any], tools: Any) -> list[list[int]]:
-    """Encodes what is asked. What cannot fit is refused first, as encoding takes long."""
+    """Encodes what is asked. What cannot fit is refused first, as encoding takes long. ValueError
+    if the template does not take it."""
     session, tok, variables = served.session, served.tok, given.get("chat_template_kwargs", {})
     if kind == "chat":
-        if len(given["messages"]) > session.capacity:
-            raise too_long(session, f"the conversation has {len(given['messages'])} messages")
+        check_length(session, "the conversation has {} messages", len(given["messages"]))
         texts: Any = [[plain(message) for message in given["messages"]]]
         size = sum(len(message["content"]) for message in texts[0])
     else:
@@ -116,27 +103,24 @@ def prompts_of(served: Served, kind: str, given: dict[str, Any], tools: Any) -> 
         size = max(map(len, texts))
     if len(texts) * given.get("n", 1) > served.most:
         raise Refused(f"a request may ask for {served.most} texts at most", "n")
-    if size > session.capacity * served.longest:
-        raise too_long(session, f"the prompt has {size} characters")
+    check_length(session, "the prompt has {} characters", size, served.longest)
     if wrong := RESERVED & {*variables}:
         raise Refused(f"chat_template_kwargs may not have {min(wrong)}", "chat_template_kwargs")
-    try:
-        if effort := given.get("reasoning_effort"):
-            variables = thinking_options(tok, None, effort) | variables
-        if kind == "chat":
-            ids = [encode_chat(tok, texts[0], tools=tools, **variables)]
-        else:
-            ids = [encode(tok, x) if isinstance(x, str) else x for x in texts]
-    except ValueError as error:
-        raise Refused(str(error)) from None
-    if max(map(len, ids)) > session.capacity:
-        raise too_long(session, f"the prompt has {max(map(len, ids))} tokens")
+    if effort := given.get("reasoning_effort"):
+        variables = thinking_options(tok, None, effort) | variables
+    if kind == "chat":
+        ids = [encode_chat(tok, texts[0], tools=tools, **variables)]
+    else:
+        ids = [encode(tok, x) if isinstance(x, str) else x for x in texts]
+    check_length(session, "the prompt has {} tokens", max(map(len, ids)))
     return ids
 
 
-def too_long(session: Session, what: str) -> Refused:
-    limit = f"this model's maximum context length is {session.capacity} tokens (see --max-len)"
-    return Refused(f"{what}, but {limit}", code="context_length_exceeded")
+def check_length(session: Session, what: str, count: int, most: int = 1) -> None:
+    """Refused if a prompt has more of something than fits, at `most` of it for each token."""
+    if count > session.capacity * most:
+        limit = f"this model's maximum context length is {session.capacity} tokens (see --max-len)"
+        raise Refused(f"{what.format(count)}, but {limit}", code="context_length_exceeded")
 
 
 class Asked(NamedTuple):
@@ -175,35 +159,33 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
     exact, parallel = required or structure is not None, get("parallel_tool_calls", True)
     calls, must_fit = calls_of(served, tools, choice, exact, parallel)
     marks = calls is not None and served.tool_format != "harmony"
-    for ids in prompts_of(served, kind, given, tools):
-        grammar = structure
-        if is_chat:  # which may think first
-            behind = partial(behind_thoughts, tok, ids)
-            said = behind(structure) if structure and not required else None
-            grammar = either(said, behind(must_fit, True) if must_fit else None)
-        room = session.capacity + 1 - len(ids) if is_chat else 16
-        request = Request(
-            ids,
-            max(1, room if most is None else most),
-            **{"temperature": 1.0, **session.model.sampling}
-            | {
-                name: given[name] for name in (*SETTINGS, *PENALTIES, "cache_salt") if name in given
-            },
-            logit_bias=[(int(id_), bias) for id_, bias in get("logit_bias", {}).items()],
-            grammar=grammar,
-            stop_ids=ends,
-            stop=stops,
-            keep_special=marks or not get("skip_special_tokens", True),
-            is_chat=is_chat,
-            logprobs=wanted,
-            echo=get("echo", False) and wanted is not None,
-        )
-        if request.is_ruled and not session.logprobs:
-            raise Refused("--draft mtp goes with no grammar, no bias and no penalty")
-        try:
+    settings: dict[str, Any] = {"temperature": 1.0, **session.model.sampling}
+    settings |= {x: given[x] for x in (*SETTINGS, *PENALTIES, "cache_salt") if x in given}
+    try:
+        for ids in prompts_of(served, kind, given, tools):
+            grammar = structure
+            if is_chat and (structure or must_fit):
+                said = None if required else structure
+                grammar = behind_thoughts(tok, ids, said, must_fit)
+            room = session.capacity + 1 - len(ids) if is_chat else 16
+            request = Request(
+                ids,
+                max(1, room if most is None else most),
+                **settings,
+                logit_bias=[(int(id_), bias) for id_, bias in get("logit_bias", {}).items()],
+                grammar=grammar,
+                stop_ids=ends,
+                stop=stops,
+                keep_special=marks or not get("skip_special_tokens", True),
+                is_chat=is_chat,
+                logprobs=wanted,
+                echo=get("echo", False) and wanted is not None,
+            )
+            if request.is_ruled and not session.logprobs:
+                raise Refused("--draft mtp goes with no grammar, no bias and no penalty")
             check_request(request, session.capacity, session.model.config)
-        except ValueError as error:
-            raise Refused(str(error)) from None
-        seed = get("seed", secrets.randbits(32))
-        requests += [request._replace(seed=(seed + i) % 2**32) for i in range(get("n", 1))]
+            seed = get("seed", secrets.randbits(32))
+            requests += [request._replace(seed=(seed + i) % 2**32) for i in range(get("n", 1))]
+    except ValueError as error:
+        raise Refused(str(error)) from None
     return Asked(kind, given, requests, calls)

@@ -6,26 +6,20 @@ https://platform.openai.com/docs/api-reference/responses
 
 import json
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.server.answers import CALL, SAID, THOUGHT, Choice, add, new_id, usage_of
 from common.server.fields import FIELDS, Refused, fields_of, text_of
 from common.server.protocol import Asked, Served
 from common.serving.session import Event
 
-
-class Kind(NamedTuple):
-    """A kind of item."""
-
-    id: str  # what its id begins with
-    text: str  # what the events of its text are called
-    fresh: dict[str, Any]  # what it has at its beginning
-
-
-KINDS = {
-    THOUGHT: Kind("rs", "reasoning_text", dict(summary=[], content=[])),
-    SAID: Kind("msg", "output_text", dict(role="assistant", content=[])),
-    CALL: Kind("fc", "function_call_arguments", dict(arguments="")),
+# Of each kind of item: what the events of its text are called, what its id begins with, and what
+# else it has at its beginning.
+TEXTS = {THOUGHT: "reasoning_text", SAID: "output_text", CALL: "function_call_arguments"}
+FRESH: dict[str, tuple[str, dict[str, Any]]] = {
+    THOUGHT: ("rs", dict(summary=[], content=[])),
+    SAID: ("msg", dict(role="assistant", content=[])),
+    CALL: ("fc", dict(arguments="")),
 }
 STATUS = {None: "in_progress", "length": "incomplete"}  # by what has ended the reply
 # What a response repeats of its request, and says if that does not.
@@ -115,6 +109,8 @@ class Reply:
             **{name: x if body.get(name) is None else body[name] for name, x in REPEATED.items()},
         )  # fmt: skip
         self.known["tools"] = functions(body)
+        kinds = "response.created", "response.in_progress"
+        self.first = "".join(self.line(kind, response=self.whole()) for kind in kinds)
 
     def line(self, kind: str, **more: Any) -> str:
         event = dict(type=kind, sequence_number=self.sent, **more)
@@ -126,14 +122,10 @@ class Reply:
         item, of = self.items[-1], event.partition(".")[0]
         more |= dict(output_index=len(self.items) - 1)
         more |= dict(item=item) if of == "output_item" else dict(item_id=item["id"])
-        more |= dict(content_index=0) if of not in ("output_item", KINDS[CALL].text) else {}
+        more |= dict(content_index=0) if of not in ("output_item", TEXTS[CALL]) else {}
         more |= dict(part=self.part()) if of == "content_part" else {}
-        more |= dict(logprobs=[]) if of == KINDS[SAID].text else {}
+        more |= dict(logprobs=[]) if of == TEXTS[SAID] else {}
         return self.line(f"response.{event}", **more)
-
-    def first(self) -> str:
-        kinds = "response.created", "response.in_progress"
-        return "".join(self.line(kind, response=self.whole()) for kind in kinds)
 
     def add(self, _: int, event: Event) -> str:
         add(self.asked, choice := self.choices[0], self.tok, event)
@@ -144,19 +136,19 @@ class Reply:
                 lines += self.end() + self.begin(kind, named)
             if piece.text:
                 self.text += piece.text
-                lines += self.of_item(f"{KINDS[kind].text}.delta", delta=piece.text)
+                lines += self.of_item(f"{TEXTS[kind]}.delta", delta=piece.text)
         choice.pieces = []
-        status = "incomplete" if choice.finish == "length" else "completed"
-        return lines + (self.end(status) if choice.finish else "")
+        return lines + (self.end(STATUS.get(choice.finish, "completed")) if choice.finish else "")
 
     def part(self) -> dict[str, Any]:
         more: dict[str, Any] = dict(annotations=[], logprobs=[]) if self.kind == SAID else {}
-        return dict(type=KINDS[self.kind].text, text=self.text, **more)
+        return dict(type=TEXTS[self.kind], text=self.text, **more)
 
     def begin(self, kind: str, named: dict[str, Any]) -> str:
         self.kind, self.text = kind, ""
-        item = dict(type=kind, id=new_id(KINDS[kind].id), status="in_progress")
-        self.items.append(item | KINDS[kind].fresh | named)
+        prefix, fresh = FRESH[kind]
+        item = dict(type=kind, id=new_id(prefix), status="in_progress")
+        self.items.append(item | fresh | named)
         begun = self.of_item("output_item.added")
         return begun if kind == CALL else begun + self.of_item("content_part.added")
 
@@ -164,7 +156,7 @@ class Reply:
         """Ends the newest item. Only the last one of a reply can be incomplete."""
         if not self.kind:
             return ""
-        item, done = self.items[-1], f"{KINDS[self.kind].text}.done"
+        item, done = self.items[-1], f"{TEXTS[self.kind]}.done"
         item["status"] = status
         if self.kind == CALL:
             item["arguments"] = self.text

@@ -5,7 +5,7 @@ from the tokens so far. So a slot with a grammar needs its newest token before t
 """
 
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -20,8 +20,6 @@ from common.sharding import model_shards, round_up
 
 def check_grammar(model: Model, grammar: str) -> None:
     """ValueError if a grammar of llguidance cannot be followed."""
-    if model.tokenizer is None:
-        raise ValueError("a grammar needs a tokenizer")
     try:
         error = error_in(vocabulary_of(model), grammar)
     except ImportError:
@@ -38,9 +36,9 @@ def error_in(vocabulary: Any, grammar: str) -> str:
 
 
 def vocabulary_of(model: Model) -> Any:
-    """The model's tokens, as llguidance wants them."""
-    tok = model.tokenizer
-    assert tok is not None
+    """The model's tokens, as llguidance wants them. ValueError if it has no tokenizer."""
+    if (tok := model.tokenizer) is None:
+        raise ValueError("a grammar needs a tokenizer")
     size = max(model.config.vocab_size, tok.vocab_size)
     return _vocabulary(tok.backend, size, tok.stop_ids)
 
@@ -63,12 +61,12 @@ def allowed_words(model: Model, works: Mapping[int, Work], rows: int) -> np.ndar
     """The bits of `Rules.allowed_BW`. A stop token may come where the grammar may end. If a matcher
     has failed, nothing may come, and the reply ends as invalid."""
     guides = [(row, work) for row, work in works.items() if work.guide is not None]
-    if not guides:
-        return np.full((rows, -(-model.config.vocab_size // 32)), -1, np.int32).view(np.uint32)
-    from llguidance.numpy import fill_next_token_bitmask_par
+    size = vocabulary_of(model).vocab_size if guides else model.config.vocab_size
+    allowed_BW = np.full((rows, -(-size // 32)), -1, np.int32)
+    if guides:
+        from llguidance.numpy import fill_next_token_bitmask_par
 
-    allowed_BW = np.full((rows, -(-vocabulary_of(model).vocab_size // 32)), -1, np.int32)
-    fill_next_token_bitmask_par(executor(), [(w.guide, row) for row, w in guides], allowed_BW)
+        fill_next_token_bitmask_par(executor(), [(w.guide, row) for row, w in guides], allowed_BW)
     allowed_BW = allowed_BW.view(np.uint32)
     for row, work in guides:
         for i in work.request.stop_ids:
@@ -119,8 +117,8 @@ def rules_of(
         seen_BV = None
     elif seen_BV is None:
         seen_BV = seen_tokens(model, works, rows)
+    if seen_BV is not None:
+        seen_BV = jax.device_put(seen_BV, NamedSharding(model.mesh, RULES_SPEC.seen_BV))
     new = allowed_words(model, works, rows), bias_id_BN, bias_BN, *penalties
-    place = partial(NamedSharding, model.mesh)
-    seen_BV = seen_BV if seen_BV is None else jax.device_put(seen_BV, place(RULES_SPEC.seen_BV))
     placed: Any = *jax.device_put(new, session.by_shard), seen_BV
     return Rules(*placed)

@@ -119,24 +119,26 @@ def as_json(schema: Mapping[str, Any]) -> str:
 
 
 def behind_thoughts(
-    tok: Tokenizer, prompt: Sequence[int], grammar: str, calls: bool = False
+    tok: Tokenizer, prompt: Sequence[int], said: str | None, called: str | None = None
 ) -> str:
-    """A grammar of replies that may think, and whose final text is one of `grammar`: Lark, or JSON
-    as llguidance has it. `calls` says that it is from `grammar_of`. If such a model does not think,
-    or the prompt has ended its thoughts, it is the grammar itself."""
-    marks, end, last = think_marks(tok), prompt_end(tok, prompt), ""
+    """A grammar of replies that may think, if the model does and the prompt has not ended its
+    thoughts. Their final text is one of `said`, or is calls, one of `called`, which is from
+    `grammar_of`. At least one of the two is given, in Lark, or in JSON as llguidance has it."""
+    marks, end, before, says, last = think_marks(tok), prompt_end(tok, prompt), "", "", ""
     if speaks_harmony(tok):
         thinks, says = (written(tok, f"{CHANNEL}{x}{MESSAGE}") for x in ("analysis", "final"))
-        next_ = written(tok, f"{END}{START}assistant")
-        before = f"({thinks} TEXT {next_})* {'' if calls else says}"
-    elif marks is None or end.endswith(marks[1]):
-        return grammar
-    else:
+        before = f"({thinks} TEXT {written(tok, f'{END}{START}assistant')})*"
+    elif marks is not None and not end.endswith(marks[1]):
         opening, closing = (written(tok, x) for x in marks)
         last = "" if marks[1] in tokens_of(tok) else f"\nthought[lazy]: TEXT {closing}"
         rest = f"{'thought' if last else f'TEXT {closing}'} NEWLINES"
         before = rest if end.endswith(marks[0]) else f"({opening} {rest})?"
-    is_json = grammar.lstrip().startswith("{")
-    parts = json.loads(grammar)["grammars"] if is_json else [dict(lark_grammar=grammar)]
-    first = dict(name="reply", lark_grammar=f"start: {before} @body{TERMINALS}{last}")
-    return json.dumps(dict(grammars=[first, {**parts[0], "name": "body"}, *parts[1:]]))
+    options, grammars = list[str](), list[Any]()
+    for name, head, grammar in (("said", says, said), ("called", "", called)):
+        if grammar is not None:
+            is_json = grammar.lstrip().startswith("{")
+            parts = json.loads(grammar)["grammars"] if is_json else [dict(lark_grammar=grammar)]
+            grammars += [{**parts[0], "name": name}, *parts[1:]]
+            options.append(f"{head} @{name}")
+    start = f"start: {before} ({' | '.join(options)}){TERMINALS}{last}"
+    return json.dumps(dict(grammars=[dict(lark_grammar=start), *grammars]))
