@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from common.cache import COPY_BLOCK, copy_prefixes, slot_beginnings
+from common.cache import COPY_BLOCK, copy_prefixes
 from common.sampling import INVALID, RULES_SPEC, sampling_params
 from common.serving import prefixes
 from common.serving.prefixes import HOST, KEPT, READING, SLOT, Place, Text
@@ -131,21 +131,16 @@ def settle(session: Session) -> None:
     session.read = {}
     if any(session.running[slot].request.has_penalty for slot in slots):
         new = dict(enumerate(session.running[slot] for slot in slots))
-        count_seen(session, np.array(slots), seen_tokens(session.model, new, len(slots)))
+        seen = seen_tokens(session.model, new, len(slots))
+        sharding = NamedSharding(session.model.mesh, RULES_SPEC.seen_BV)
+        if session.seen_BV is None:
+            session.seen_BV = jnp.zeros((session.slots, seen.shape[1]), jnp.int32, device=sharding)
+        session.seen_BV = set_rows(session.seen_BV, seen, np.array(slots), sharding)
     for i, model in enumerate(session.models):
         state, prompts = session.states[i], session.prompts[i]
         session.states[i] = model.module.insert(state, prompts, slot_B, mesh=model.mesh)
     if session.text_BS is not None:
         session.text_BS = set_rows(session.text_BS, texts, np.array(slots), session.by_shard)
-
-
-def count_seen(session: Session, slots: np.ndarray, seen: np.ndarray) -> None:
-    """Sets what the texts of slots have seen, for their penalties."""
-    sharding = NamedSharding(session.model.mesh, RULES_SPEC.seen_BV)
-    if session.seen_BV is None:
-        shape = session.slots, seen.shape[1]
-        session.seen_BV = jnp.zeros(shape, jnp.int32, device=sharding)
-    session.seen_BV = set_rows(session.seen_BV, seen, slots, sharding)
 
 
 @partial(jax.jit, static_argnames="sharding", donate_argnames="x")
@@ -278,9 +273,15 @@ def size_of(arrays: Any) -> int:
 def take(session: Session, row: int, slot: int, length: int) -> Any:
     """A copy of the first `length` positions of a slot, with room up to the next power of two."""
     size = min(session.capacity, max(COPY_BLOCK, 1 << (length - 1).bit_length()))
+
+    def room(x: jax.Array) -> jax.Array:
+        own = x.sharding.shard_shape(x.shape)[2]  # positions that a device holds
+        shape = session.rows, x.shape[1], x.shape[2] // own * min(own, size), *x.shape[3:]
+        return jnp.zeros(shape, x.dtype, device=x.sharding)
+
     caches = tuple(state.cache for state in session.states)
-    at = (only(session, row, n) for n in (slot, length))
-    held = slot_beginnings(caches, *at, size=size, **placement(session))
+    at = (only(session, row, n) for n in (slot, 0, length))
+    held = copy_prefixes(jax.tree.map(room, caches), caches, *at, **placement(session))
     return jax.tree.map(partial(shard_of, row=row), held)
 
 
