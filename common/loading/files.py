@@ -27,8 +27,7 @@ def is_there(path: Path) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """Reads a text file. FileNotFoundError names a missing file and its directory. ValueError names
-    a file that is not UTF-8."""
+    """Reads a text file. An error names it: FileNotFoundError, or ValueError if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")  # without a byte-order mark
     except FileNotFoundError:

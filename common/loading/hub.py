@@ -61,9 +61,7 @@ def download(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     except errors.RevisionNotFoundError:
         raise FileNotFoundError(f"{repo} has no revision {revision!r} on the hub") from None
     except errors.LocalEntryNotFoundError:
-        what = "neither a directory here nor complete in the hub's cache"
-        raise ConnectionError(
-            f"{repo} is {what}, and the hub cannot be reached; is HF_HUB_OFFLINE set?"
-        ) from None
+        what = "complete in the hub's cache, and the hub cannot be reached; is HF_HUB_OFFLINE set?"
+        raise ConnectionError(f"{repo} is neither a directory here nor {what}") from None
     except Exception as error:  # its type depends on the version of huggingface_hub
         raise OSError(f"{repo}: the download failed: {first_line(error)}") from error

@@ -40,29 +40,22 @@ class Format(NamedTuple):
 
 
 FLOAT = Format({"weight": "values", "weight_scale": "scale"}, True, {})
-QUANTS = {"qweight": "values", "scales": "scale", "qzeros": "zero"}
+QUANTS = dict(qweight="values", scales="scale", qzeros="zero")
+INTEGERS = dict(
+    weight_packed="values", weight_scale="scale", weight_zero_point="zero", weight_shape="shape"
+)
 FORMATS = {
     "awq": Format(QUANTS, False, dict(values=1, zero=1), AWQ),
     # AutoGPTQ writes biases of zeros where a model has none.
     "gptq": Format(QUANTS | {"g_idx": "group", "bias": "bias"}, False, dict(values=0, zero=1)),
-    "pack-quantized": Format(
-        {
-            "weight_packed": "values",
-            "weight_scale": "scale",
-            "weight_zero_point": "zero",
-            "weight_shape": "shape",
-        },
-        True,
-        dict(values=1, zero=0),
-    ),
+    "pack-quantized": Format(INTEGERS, True, dict(values=1, zero=0)),
     "float-quantized": FLOAT,
     "fbgemm": FLOAT,
 }
 
 
 def declare(module: Any, config: Any, shards: Shards = UNSPLIT) -> tuple[Any, Table]:
-    """What a model file declares of its weights, and its checkpoint table, for the checkpoint that
-    `config` describes."""
+    """The weights that a model file declares, and its table, for the checkpoint of `config`."""
     layout, table = module.weight_layout(config, shards), module.checkpoint_table(config, shards)
     packing: Packing | None = getattr(config, "packing", None)
     if packing is None:
@@ -70,12 +63,13 @@ def declare(module: Any, config: Any, shards: Shards = UNSPLIT) -> tuple[Any, Ta
     whole, rows = by_path(module.weight_layout(config)), rows_by_path(table)
     declared, added, format = by_path(layout), Table(), FORMATS[packing.format]
     for path, weight in declared.items():
-        name, transform = row_of(path, rows)
+        name, order = row_of(path, rows)
         if not is_packed(packing, path, weight, name):
             continue
-        order = None if is_published_order(transform) else transform
-        if isinstance(order, Axes):
+        if isinstance(order, Axes) or (order is not None and order.swapped):
             raise ValueError(f"config.json: {name} cannot be quantised in this family")
+        if order is not None and order.blocks == tuple(range(len(order.blocks))):
+            order = None  # it changes nothing
         (n_out, n_in), stem = whole[path].shape[-2:], name.removesuffix("weight")
         scales, of_groups = group_order(packing, weight, n_in, order, shards)
         declared[path] = weight._replace(published=published(packing, scales))
@@ -126,13 +120,6 @@ def is_packed(packing: Packing, path: str, weight: Weight, name: str) -> bool:
 def halves(name: str) -> list[str]:
     """The names of the tensors that the loader joins to the one with this name."""
     return list(dict.fromkeys(name.replace(".gate_up_", x) for x in (".gate_", ".up_")))
-
-
-def is_published_order(transform: Transform) -> bool:
-    """Whether a transform changes nothing."""
-    if not isinstance(transform, Order):
-        return transform is None
-    return not transform.swapped and transform.blocks == tuple(range(len(transform.blocks)))
 
 
 def group_order(

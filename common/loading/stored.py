@@ -77,9 +77,8 @@ def _indexed(directory: Path) -> Tensors:
     if not isinstance(files, dict) or {type(file) for file in files.values()} != {str}:
         raise ValueError(f"{directory / INDEX} has no weight_map from tensor names to file names")
     if SINGLE not in files.values() and is_there(directory / SINGLE):
-        raise ValueError(
-            f"{directory} holds two checkpoints, {SINGLE} and the files of {INDEX}: move one away"
-        )
+        what = f"two checkpoints, {SINGLE} and the files of {INDEX}: move one away"
+        raise ValueError(f"{directory} holds {what}")
     example = {file: name for name, file in files.items()}
     missing = [file for file in example if not (directory / file).exists()]
     if missing:
