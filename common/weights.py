@@ -106,8 +106,7 @@ def by_path(tree: Any) -> dict[str, Weight]:
 
 
 def specs_like(weights: Any, layout: Any) -> Any:
-    """The partition specs of `weights`, in whatever form they are stored, from their
-    declarations."""
+    """The partition specs of `weights`, in whatever form they are stored, by their declarations."""
 
     def specs(weight: Weight, stored: Any) -> Any:
         return SPECS[type(stored)](weight.spec) if type(stored) in SPECS else weight.spec
@@ -126,7 +125,5 @@ def check_divides(layout: Any, shards: Shards) -> None:
             n = math.prod(parts[axis] for axis in jax.tree.leaves(axes))
             if n > 1 and size % (n * block):
                 whole = f" in whole blocks of {block}" if block > 1 else ""
-                raise ValueError(
-                    f"{path} of shape {list(weight.shape)} cannot be split: {size} does not divide "
-                    f"over {n} devices{whole}"
-                )
+                what = f"{size} does not divide over {n} devices{whole}"
+                raise ValueError(f"{path} of shape {list(weight.shape)} cannot be split: {what}")

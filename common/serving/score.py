@@ -61,9 +61,7 @@ def logits(
 
 
 @partial(
-    jax.jit,
-    static_argnames=("model", "config", "mesh", "implementation"),
-    donate_argnames="state",
+    jax.jit, static_argnames=("model", "config", "mesh", "implementation"), donate_argnames="state"
 )
 def prefill_asked(
     model: Any,

@@ -45,8 +45,7 @@ LEAST_COST = PROMPT_CHUNK // 4
 
 
 def submit(session: Session, request: Request) -> int:
-    """Adds a request. Returns its number, which its events carry. ValueError if it cannot be
-    served."""
+    """Adds a request. Returns its number, which its events carry. ValueError if it is refused."""
     check_request(request, session.capacity, session.model.config)
     if request.logprobs is not None and not session.logprobs:
         raise ValueError("this session gives no log-probabilities")
@@ -70,8 +69,7 @@ def cancel(session: Session, number: int) -> None:
 
 def is_busy(session: Session) -> bool:
     """Whether `step` has anything to do."""
-    s = session
-    return bool(s.arrived or s.works or s.read or s.running)
+    return bool(session.arrived or session.works or session.read or session.running)
 
 
 def step(session: Session) -> list[Event]:
