@@ -26,14 +26,13 @@ MOST = 10_000
 INERT = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
-    _name_or_path architectures attention_dropout attn_implementation
-    auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id finetuning_task
-    gradient_checkpointing id2label initializer_range is_decoder label2id name_or_path num_labels
-    _num_labels output_attentions output_hidden_states output_router_logits pad_token_id
-    pretraining_tp prefix problem_type return_dict router_aux_loss_coef sep_token_id
-    task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype torchscript
-    transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version
-    use_bfloat16 use_cache
+    _name_or_path architectures attention_dropout attn_implementation auto_map bos_token_id
+    chunk_size_feed_forward dtype eos_token_id finetuning_task gradient_checkpointing id2label
+    initializer_range is_decoder label2id name_or_path num_labels _num_labels output_attentions
+    output_hidden_states output_router_logits pad_token_id pretraining_tp prefix problem_type
+    return_dict router_aux_loss_coef sep_token_id task_specific_params tf_legacy_loss
+    tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers.js_config
+    transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
 
     attn_pdrop embd_pdrop n_special output_past predict_special_tokens resid_pdrop
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj

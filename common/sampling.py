@@ -59,8 +59,6 @@ def sampling_params(
 
 
 class Parameter(NamedTuple):
-    """What a parameter of one slot may be."""
-
     dtype: type
     valid: Callable[[Any], bool]
     must_be: str
@@ -73,8 +71,6 @@ PARAMETERS = {
     "min_p": Parameter(np.float32, lambda p: 0 <= p < 1, "in [0, 1)"),
     "seed": Parameter(np.uint32, lambda s: 0 <= s < 2**32, "an integer in [0, 2**32)"),
 }
-
-
 # Those of `Rules` that are one number for each slot.
 PENALTIES = {
     "repetition_penalty": Parameter(np.float32, lambda p: 0 < p < np.inf, "finite and > 0"),

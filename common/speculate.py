@@ -101,8 +101,7 @@ def generate(
     Returns the state; the new tokens, int32 [B, K + 1], filled up with NO_TOKEN or NO_DRAFT; their
     scores with those of the likeliest tokens: zeros if the bool scalar `wanted` is false, None if
     it is None; and the rules, in which the new tokens count. `state` is donated. Tokens past the
-    capacity are not cached, so the tokens after them are wrong: the caller must not take tokens
-    beyond the capacity.
+    capacity are not cached, so those after them are wrong, and the caller must not take them.
     """
 
     def run(weights: Any, state: Any, draft_BK: Array, wanted: Array | None, rules: Any) -> Any:

@@ -17,8 +17,6 @@ from common.sharding import EXPERT, TENSOR, P, Shards
 
 
 class Weight(NamedTuple):
-    """The declaration of one weight."""
-
     shape: Shape  # of a matrix [out, in], in whatever form it is stored
     spec: PartitionSpec
     kind: Literal["array", "matrix", "table", "headwise", "stack"]

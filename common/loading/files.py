@@ -45,7 +45,6 @@ def parse_json(text: str, **hooks: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file."""
     text = read_text(path)
     try:
         content = parse_json(text)
@@ -57,5 +56,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """Like `read_json`, but returns {} if the file is missing."""
     return read_json(path) if is_there(path) else {}

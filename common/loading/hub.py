@@ -20,8 +20,7 @@ OTHER_LAYOUTS = ["*/*", "consolidated*"]  # the same weights, named as in the au
 
 
 def locate(ckpt: str, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
-    """Returns `ckpt` if it is a directory. Otherwise downloads `files` of the hub's repository and
-    returns their directory.
+    """Returns `ckpt` if it is a directory, else that of `files`, downloaded from the hub.
 
     Raises an OSError or a ValueError of one line.
     """

@@ -91,9 +91,8 @@ def declare(module: Any, config: Any, shards: Shards = UNSPLIT) -> tuple[Any, Ta
 
 
 def published(packing: Packing, scales: int) -> Packed:
-    """The form of a matrix that has `scales` scales per row. Integers are always `Grouped`, even
-    with one scale per row: a product on CPU rounds the activations that multiply a `Rowwise`
-    int8."""
+    """The form of a matrix with `scales` scales per row. Integers are `Grouped`, even with one such
+    scale, because a product on CPU rounds the activations that multiply a `Rowwise` int8."""
     if FORMATS[packing.format] is FLOAT:
         return Packed(Rowwise, jnp.float8_e4m3fn, scales)
     values = jnp.int4 if packing.bits == 4 else jnp.int8

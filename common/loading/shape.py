@@ -17,7 +17,6 @@ from common.loading.stored import open_tensors
 
 
 def folder(module: ModuleType) -> Path:
-    """Returns the folder of a model file."""
     return Path(str(module.__file__)).parent
 
 

@@ -62,10 +62,6 @@ class Request(NamedTuple):
     keep_special: bool = False  # special tokens come as text
 
     @property
-    def sampling(self) -> tuple[Any, ...]:
-        return self[2:7]
-
-    @property
     def has_penalty(self) -> bool:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
@@ -75,8 +71,6 @@ class Request(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """How many tokens of a request were reused or drafted."""
-
     cached: int = 0  # prompt tokens that were not read, because a cache already held them
     drafts: int = 0
     drafts_right: int = 0
