@@ -114,8 +114,7 @@ def split_heads(num_heads: int, num_kv_heads: int, shards: int) -> Heads:
 
 def split_fused(num_heads: int, shards: int, parts: int = 3) -> tuple[int, ...]:
     """The order of the heads of one matrix that is published as all queries, then all keys, then
-    all values. Every device gets its own queries, then its keys, then its values. -1 is a head of
-    zeros."""
+    all values. Every device gets its queries, its keys, then its values. -1: a head of zeros."""
     order = split_heads(num_heads, num_heads, shards).query
     size = len(order) // shards
     devices = (order[i : i + size] for i in range(0, len(order), size))

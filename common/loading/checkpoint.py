@@ -137,8 +137,14 @@ def load_weights(
             loaded = convert(loaded, weight.spec, chosen, np.dtype(dtype), mesh)
         return jax.block_until_ready(rows_together(loaded))
 
+    def place(path: str) -> tuple[Path, int]:
+        first = sources[path if path in sources else f"{path}.values"].tensors[0]
+        return first.file, first.offset
+
+    declared = by_path(layout)
+    weights = {path: load(path, declared[path]) for path in sorted(declared, key=place)}
     structure = jax.tree.structure(layout, is_leaf=is_weight)
-    return jax.tree.unflatten(structure, [load(*item) for item in by_path(layout).items()])
+    return jax.tree.unflatten(structure, [weights[path] for path in declared])
 
 
 def stored_layout(layout: Any) -> Any:

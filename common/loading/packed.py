@@ -29,10 +29,8 @@ AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class Format(NamedTuple):
-    """The tensors of a quantised matrix."""
-
-    # By the last word of a name: a field of the form in which the matrix is stored; or "group",
-    # "shape" or "bias", which are not loaded, but must be as expected.
+    # The tensors of a quantised matrix, by the last word of a name: a field of the form in which it
+    # is stored; or "group", "shape" or "bias", which are not loaded, but must be as expected.
     fields: dict[str, str]
     rows_first: bool  # whether tensors are [out, in], and not [in, out]
     packed: dict[str, int]  # the axis along which numbers of a field share a word

@@ -96,8 +96,7 @@ def read_tensor(
     out: np.ndarray,
     limits: Limits | None = None,
 ) -> None:
-    """Fills `out` with one part of a padded and reordered tensor. ValueError if numbers are NaN or
-    infinite, by `limits`."""
+    """Fills `out` with part of a padded, reordered tensor. ValueError if `limits` are reached."""
     axes = tuple(range(len(padded)))
     if is_swapped(transform):
         out, padded, part, axes = out.swapaxes(-1, -2), *map(swapped, (padded, part, axes))
