@@ -81,8 +81,7 @@ def empty_cache(
     chunk: int | None = None,
 ) -> LayerCache:
     """An empty cache of one layer: a `RowCache` if H is not a multiple of 128, else a `KVCache`.
-    With a window or a chunk it has a `Ring`, if that is smaller than S. ValueError if the dtype is
-    none of a cache."""
+    With a window or a chunk it has a `Ring`, if that is smaller than S."""
     (B, K, S, H), dtype = shape_BKSH, cache_dtype_of(dtype)
     ring = None
     if (reach := window or chunk) is not None:
@@ -334,19 +333,3 @@ def copy_blocks(
 
     specs = jax.tree.broadcast(spec, cache)
     return lax.fori_loop(0, len(to_R), copy, cache)
-
-
-@partial(jax.jit, static_argnames=("size", "spec", "mesh"))
-def slot_beginnings(
-    cache: Any, from_R: Array, length_R: Array, *, size: int, spec: Any, mesh: Mesh
-) -> Any:
-    """Returns a new cache with one slot for each data shard i, which holds the first length_R[i]
-    positions of the shard's slot from_R[i] (both int32). The slot has room for `size` positions; if
-    positions are split over devices, for `size` on each device."""
-
-    def run(cache: Any, from_R: Array, length_R: Array) -> Any:
-        room = jax.tree.map(lambda x: x[:1, :, :size], cache)
-        return copy_blocks(room, cache, from_R, jnp.zeros_like(from_R), length_R, spec)
-
-    specs = (spec, P(DATA), P(DATA))
-    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=spec)(cache, from_R, length_R)

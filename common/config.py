@@ -26,14 +26,13 @@ MOST = 10_000
 INERT = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
-    _name_or_path architectures attention_dropout attn_implementation
-    auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id finetuning_task
-    gradient_checkpointing id2label initializer_range is_decoder label2id name_or_path num_labels
-    _num_labels output_attentions output_hidden_states output_router_logits pad_token_id
-    pretraining_tp prefix problem_type return_dict router_aux_loss_coef sep_token_id
-    task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype torchscript
-    transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version
-    use_bfloat16 use_cache
+    _name_or_path architectures attention_dropout attn_implementation auto_map bos_token_id
+    chunk_size_feed_forward dtype eos_token_id finetuning_task gradient_checkpointing id2label
+    initializer_range is_decoder label2id name_or_path num_labels _num_labels output_attentions
+    output_hidden_states output_router_logits pad_token_id pretraining_tp prefix problem_type
+    return_dict router_aux_loss_coef sep_token_id task_specific_params tf_legacy_loss
+    tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers.js_config
+    transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
 
     attn_pdrop embd_pdrop n_special output_past predict_special_tokens resid_pdrop
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
@@ -61,9 +60,7 @@ def head_dim(fields: Mapping[str, Any]) -> int:
     """The width of a head if config.json does not say it: hidden_size / num_attention_heads."""
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     if width % heads:
-        raise ValueError(
-            f"config.json: hidden_size={width} is not a multiple of num_attention_heads={heads}"
-        )
+        raise wrong(f"hidden_size={width} is not a multiple of num_attention_heads={heads}")
     return width // heads
 
 
@@ -127,7 +124,7 @@ def read_fields(
         if values.get(key) is not None:
             fields[name] = checked(values[key], annotation, where + key)
             if name.startswith(("num_", "n_")) and fields[name] > MOST:
-                raise ValueError(f"config.json: {key}={fields[name]} is above {MOST}")
+                raise wrong(f"{key}={fields[name]} is above {MOST}")
         elif name in if_missing:
             fields[name] = if_missing[name](fields)
         elif key in values:  # null
@@ -141,7 +138,7 @@ def read_fields(
             if isinstance(rule, Relation) and not rule.holds(fields[name], fields[rule.other]):
                 key, other = (keys.get(x, x) for x in (name, rule.other))
                 what = f"{show(values.get(key))} {rule.must} {other}={fields[rule.other]}"
-                raise ValueError(f"config.json: {where}{key}={what}")
+                raise wrong(f"{where}{key}={what}")
     return fields
 
 
@@ -160,10 +157,8 @@ def spelling(values: Mapping[str, Any], field: str, other: str) -> str:
     if values.get(other) is None:
         return field
     if values.get(field) is not None and not same(values[field], values[other]):
-        raise ValueError(
-            f"config.json: {field}={show(values[field])} and {other}={show(values[other])} are one "
-            "setting under two names; which one is meant?"
-        )
+        told = f"{field}={show(values[field])} and {other}={show(values[other])}"
+        raise wrong(f"{told} are one setting under two names; which one is meant?")
     return other
 
 
@@ -184,9 +179,7 @@ def refuse_unknown(values: Mapping[str, Any], known: Collection[str], where: str
     for key, value in values.items():
         if key not in known and (where or value is not None):
             name = where + show(key)[1:-1]  # one short line, whatever the key is
-            raise ValueError(
-                f"config.json: {name}={show(value)} is not implemented by this model file"
-            )
+            raise wrong(f"{name}={show(value)} is not implemented by this model file")
 
 
 SHORT = reprlib.Repr()  # follows nested lists to a limited depth
@@ -203,7 +196,11 @@ def missing(key: str) -> ValueError:
 
 def refusal(key: str, value: Any, accepted: Collection[Any]) -> ValueError:
     names = " and ".join(map(repr, accepted))
-    return ValueError(f"config.json: {key}={show(value)} is not implemented, only {names}")
+    return wrong(f"{key}={show(value)} is not implemented, only {names}")
+
+
+def wrong(what: str) -> ValueError:
+    return ValueError(f"config.json: {what}")
 
 
 def same(a: Any, b: Any) -> bool:
@@ -220,22 +217,19 @@ def checked(value: Any, annotation: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):  # of one kind and None
         kind = next(a for a in args if a is not type(None))
         return None if value is None else checked(value, kind, where)
-    must = ""
-    if kind is int and not (type(value) is int and value in limits):
-        what = "an even" if limits.step == 2 else "a whole"
-        must = f"be {what} number from {limits.start} to {limits.stop - 1}"
-    elif kind is float and not (type(value) in (int, float) and 0 < value < 3.4e38):
-        must = "be a number above 0"
-    elif kind is bool and type(value) is not bool:
-        must = "be true or false"
-    elif kind is str and not isinstance(value, str):
-        must = "be a text"
-    elif kind is Mapping and not isinstance(value, Mapping):
-        must = "be an object"
-    elif origin is tuple and not isinstance(value, list):
-        must = "be a list"
-    if must:
-        raise ValueError(f"config.json: {where}={show(value)} must {must}")
+    what = "an even" if limits.step == 2 else "a whole"
+    whole = f"{what} number from {limits.start} to {limits.stop - 1}"
+    kinds: dict[Any, tuple[bool, str]] = {  # whether the value fits, and what it must be
+        int: (type(value) is int and value in limits, whole),
+        float: (type(value) in (int, float) and 0 < value < 3.4e38, "a number above 0"),
+        bool: (type(value) is bool, "true or false"),
+        str: (isinstance(value, str), "a text"),
+        Mapping: (isinstance(value, Mapping), "an object"),
+        tuple: (isinstance(value, list), "a list"),
+    }
+    fits, must = kinds.get(origin or kind, (True, ""))
+    if not fits:
+        raise wrong(f"{where}={show(value)} must be {must}")
     if origin is tuple:
         return tuple(checked(x, args[0], f"{where}[{i}]") for i, x in enumerate(value))
     if origin is Literal and not any(same(value, x) for x in args):
@@ -272,10 +266,8 @@ def is_fp8(hf: Mapping[str, Any], projections: Collection[str]) -> bool:
     if not is_published_in("fp8", hf, needed, accepted, ignored=(kept,)):
         return False
     names = names_in(hf["quantization_config"], kept, "quantization_config.")
-    if wrong := [name for name in names if name.split(".")[-1] in projections]:
-        raise ValueError(
-            f"config.json: {kept} has {show(wrong[0])}: only all projections or none is fp8"
-        )
+    if other := [name for name in names if name.split(".")[-1] in projections]:
+        raise wrong(f"{kept} has {show(other[0])}: only all projections or none is fp8")
     return True
 
 
@@ -346,7 +338,7 @@ def read_rope(
     settings = checked(default if hf.get(where) is None else hf[where], Mapping, where)
     newer, told = hf.get("rope_parameters") or {}, {**hf, **settings}
     if not isinstance(newer, Mapping) or any(newer[key] != told.get(key) for key in newer):
-        raise ValueError("config.json: rope_parameters differs from rope_scaling; which is meant?")
+        raise wrong("rope_parameters differs from rope_scaling; which is meant?")
     where += "."
     fields: dict[str, Any] = {}
     for field, missing_value in dict(rope_theta=theta, partial_rotary_factor=rotated).items():

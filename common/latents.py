@@ -43,8 +43,7 @@ def padded(x: Array, cache: RowCache) -> Array:
 
 
 def append_latent(cache: RowCache, latent_BTC: Array, start_B: Array) -> RowCache:
-    """Writes the latent vectors of T tokens to positions start_B, start_B + 1, ... Each device
-    keeps what lands in its own part."""
+    """Writes T latent vectors to positions start_B, ... A device keeps what lands in its part."""
     start_B = start_B - lax.axis_index(TENSOR) * places(cache)
     new = RowCache(*stored(padded(latent_BTC, cache)[:, :, None], cache.k_scale), v_scale=None)
     return write(cache, new, start_B)

@@ -63,12 +63,10 @@ def gptq(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
     """GPTQ, arXiv 2210.17323: 4 or 8 bits. Refuses act-order (desc_act), in which the members of a
     group are not neighbours."""
     needed = dict(bits=(4, 8), sym=(True, False), desc_act=False)
-    version = "checkpoint_format"
-    accepted: dict[str, Any] = {version: ("gptq", "gptq_v2")}
+    accepted: dict[str, Any] = dict(checkpoint_format=("gptq", "gptq_v2"), is_marlin_format=False)
     accepted |= dict(lm_head=False, pack_dtype="int32", modules_in_block_to_quantize=None)
-    accepted |= dict(is_marlin_format=False)
-    # How the file was made, and settings of kernels.
     accepted |= dict(act_group_aware=False, hyb_act=False, mse=(0, False))  # GPTQModel's
+    # How the file was made, and settings of kernels.
     made = """
         backend batch_size block_name_to_quantize cache_block_outputs cache_examples_on_gpu
         damp_auto_increment damp_percent dataset disable_exllama exllama_config group_size
@@ -77,7 +75,7 @@ def gptq(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
         use_cuda_fp16 use_exllama
     """
     is_published_in("gptq", hf, needed, accepted, ignored=["dynamic", *made.split()])
-    plus = 1 if values.get(version, "gptq") == "gptq" else 0
+    plus = 1 if values.get("checkpoint_format", "gptq") == "gptq" else 0
     group, zero = group_size(values), not values["sym"]
     return Packing("gptq", values["bits"], group, zero, plus, ignored=left_out(values))
 
@@ -95,8 +93,7 @@ def left_out(values: Mapping[str, Any]) -> tuple[str, ...]:
 def compressed_tensors(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
     """The package compressed-tensors: integers with a scale for each group or row, or 8-bit floats
     with a scale for each row."""
-    shape = ("pack-quantized", "float-quantized")
-    needed = dict(format=shape, quantization_status="compressed")
+    needed = dict(format=("pack-quantized", "float-quantized"), quantization_status="compressed")
     nothing: Any = (None, {})
     accepted = dict(kv_cache_scheme=None, sparsity_config=nothing, transform_config=nothing)
     accepted |= dict(moe_sparsity_config=nothing)

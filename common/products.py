@@ -58,8 +58,7 @@ def two_rows(x: Array) -> Array:
 
 
 def product(x: Array, w: Array, contract: int = 1, sum_dtype: DTypeLike = jnp.float32) -> Array:
-    """x [rows, in] times a matrix, whose axis `contract` is summed over: [rows, out] in
-    `sum_dtype`."""
+    """x [rows, in] times a matrix, summed over its axis `contract`: [rows, out] in `sum_dtype`."""
 
     def multiply(x: Array, w: Array) -> Array:
         # Without HIGHEST, a TPU would multiply float32 in bfloat16 and a GPU in tf32.
@@ -198,14 +197,11 @@ def grouped_product(x: Array, w: Grouped, out_dtype: DTypeLike) -> Array:
     def stack_of_one(w: Grouped) -> Grouped:
         return jax.tree.map(lambda a: a[None], w)
 
-    def by_group(x: Array, w: Grouped) -> Array:
-        return product_by_group(x, w).astype(out_dtype)
-
     forms: dict[str, Any] = dict(cpu=by_number) if len(x) <= FEW_ROWS else {}
-    # For each group and column, by_group writes and reads a float32 sum for each row: 8 bytes. The
-    # plain form writes and reads each number of the group in 16 bits: 4 bytes. Take the smaller.
+    # For each group and column, a product by group writes and reads a float32 sum for each row: 8
+    # bytes. The plain form does so with each number of the group in 16 bits: 4. Take the smaller.
     if 2 * len(x) <= w.values.shape[0] // w.scale.shape[0]:
-        forms["cuda"] = by_group
+        forms["cuda"] = lambda x, w: product_by_group(x, w).astype(out_dtype)
     if unsupported(x, stack_of_one(w)) is None:
         forms["tpu"] = kernel
     return lax.platform_dependent(x, w, **forms, default=plain)

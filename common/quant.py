@@ -167,8 +167,7 @@ Shape = tuple[int, ...]
 
 
 def published_shapes(form: type | Packed, shape: Shape) -> tuple[tuple[Shape, Any] | None, ...]:
-    """The arrays in which a checkpoint holds matrices [.., out, in] in a form: their shapes and
-    dtypes (None: the model's dtype)."""
+    """The arrays of published matrices [.., out, in]: shape and dtype (None: the model's)."""
     *lead, rows, columns = shape
     if form is Transposed:
         return (((*lead, columns, rows), None),)
@@ -191,10 +190,7 @@ def published_shapes(form: type | Packed, shape: Shape) -> tuple[tuple[Shape, An
 
 
 # Rows and columns of a published matrix that share a scale.
-BLOCKS: dict[type | None, tuple[int, int]] = {
-    Fp8: (FP8_BLOCK, FP8_BLOCK),
-    Mxfp4: (1, MXFP4_GROUP),
-}
+BLOCKS: dict[type | None, tuple[int, int]] = {Fp8: (FP8_BLOCK, FP8_BLOCK), Mxfp4: (1, MXFP4_GROUP)}
 # The specs of a stored matrix's arrays, from the spec of the matrix [.., out, in].
 SPECS: dict[type, Callable[[PartitionSpec], Any]] = {
     Rowwise: lambda spec: Rowwise(P(*spec), swapped(spec)),  # a scale is [.., in, out]

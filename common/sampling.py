@@ -45,23 +45,20 @@ def sampling_params(
     seed: int | Sequence[int] = 0,
 ) -> Sampling:
     """Parameters of n slots, each one value for all or n values; ValueError if one is invalid."""
+    given = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     columns = []
-    for (name, parameter), values in zip(
-        PARAMETERS.items(), (temperature, top_k, top_p, min_p, seed), strict=True
-    ):
+    for name, values in given.items():
         row = np.asarray(values, object)
         if row.shape not in ((), (n,)):
             raise ValueError(f"{name} must be one value or {n}, got shape {row.shape}")
         for value in row.flat:
             check(name, value)
-        array = jnp.asarray(row.astype(parameter.dtype))
+        array = jnp.asarray(row.astype(PARAMETERS[name].dtype))
         columns.append(jnp.broadcast_to(array, (n,)))  # traced: n may be any number
     return Sampling(*columns)
 
 
 class Parameter(NamedTuple):
-    """What a parameter of one slot may be."""
-
     dtype: type
     valid: Callable[[Any], bool]
     must_be: str
@@ -74,8 +71,6 @@ PARAMETERS = {
     "min_p": Parameter(np.float32, lambda p: 0 <= p < 1, "in [0, 1)"),
     "seed": Parameter(np.uint32, lambda s: 0 <= s < 2**32, "an integer in [0, 2**32)"),
 }
-
-
 # Those of `Rules` that are one number for each slot.
 PENALTIES = {
     "repetition_penalty": Parameter(np.float32, lambda p: 0 < p < np.inf, "finite and > 0"),
@@ -94,13 +89,6 @@ def check(name: str, value: Any) -> None:
             dtype(value) if real else value
         ):
             raise ValueError(f"{name} must be {must_be}, got {value!r}")
-
-
-def check_sampling(*values: Any) -> None:
-    """ValueError if a parameter of one slot is invalid; the values are in the order of
-    `Sampling`."""
-    for name, value in zip(PARAMETERS, values, strict=True):
-        check(name, value)
 
 
 class Rules(NamedTuple):
@@ -160,18 +148,13 @@ def own_index(id_: Array, V: int, axes: tuple[str, ...]) -> Array:
 
 
 def sample(
-    logits_BV: Array,
-    sampling: Sampling,
-    position_B: Array,
-    vocab_size: int,
-    axes: tuple[str, ...],
+    logits_BV: Array, sampling: Sampling, position_B: Array, vocab_size: int, axes: tuple[str, ...]
 ) -> Array:
     """Samples a token for each slot: int32 ids [B], equal on all devices of `axes`, over which the
     vocabulary of the float32 logits is split.
 
     A token depends on its slot's logits, parameters and position alone. Ids >= vocab_size are
-    padding, and are never sampled. If a slot's logits hold NaN or +inf, or nothing but -inf, it
-    gets INVALID."""
+    padding and never sampled. A slot with NaN or +inf, or nothing but -inf, gets INVALID."""
     V = logits_BV.shape[1]
     ids = V * lax.axis_size(axes)
     if not 0 < vocab_size <= ids:
@@ -206,8 +189,7 @@ def sample(
 
 
 def kept_mass(x_BV: Array, max_B: Array, sampling: Sampling, axes: tuple[str, ...]) -> Array:
-    """Probabilities [B, V] relative to that of the likeliest token; 0 for tokens that a filter
-    drops.
+    """Probabilities [B, V] relative to the likeliest token's; 0 for tokens that a filter drops.
 
     Tokens that tie at a threshold are all kept. The threshold is on the logits: dividing by the
     temperature keeps their order, but may round different logits to one number.
@@ -238,8 +220,7 @@ def kept_mass(x_BV: Array, max_B: Array, sampling: Sampling, axes: tuple[str, ..
 def _threshold(
     x_BV: Array, max_B: Array, weight_BV: Array, target_B: Array, axes: tuple[str, ...]
 ) -> Array:
-    """The largest t_B <= max_B for which the weight of all x >= t reaches target_B; -inf if none
-    does.
+    """The largest t_B <= max_B for which the weight of all x >= t reaches target_B; if none: -inf.
 
     `_image` maps floats to uint32 in the same order. The search finds the bits of the image from
     the top, two in a round, by trying three candidates at a time. That halves the rounds, and on
@@ -315,13 +296,12 @@ def scores(
     wanted: Array | bool,
     vocab_size: int,
     axes: tuple[str, ...],
-    n: int = LIKELIEST,
 ) -> Scores:
-    """Scores tokens_BT (int32) and the X = min(n, vocab_size) likeliest tokens, by float32 logits;
-    gives zeros if the bool scalar `wanted` is false. Called inside `shard_map`, where V is the
-    device's part of the vocabulary. Each device sends its own X candidates, and no logits."""
+    """Scores tokens_BT (int32) and the X = LIKELIEST likeliest tokens, or all if there are fewer,
+    by float32 logits; gives zeros if the bool scalar `wanted` is false. Called inside `shard_map`,
+    where V is the device's part of the vocabulary. A device sends its X candidates, no logits."""
     V = logits_BTV.shape[-1]
-    first, n = lax.axis_index(axes) * V, min(n, vocab_size)
+    first, n = lax.axis_index(axes) * V, min(LIKELIEST, vocab_size)
 
     def compute() -> Scores:
         x_BTV = jnp.where(first + jnp.arange(V) < vocab_size, logits_BTV, -jnp.inf)

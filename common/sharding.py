@@ -23,23 +23,16 @@ def make_mesh(
     """A mesh over the first data * expert * tensor devices. ValueError if there are fewer, or if
     one of several processes has none of them: it could not follow the others."""
     devices = jax.devices() if devices is None else devices
-    need = data * expert * tensor
+    need, axes = data * expert * tensor, f"data={data},expert={expert},tensor={tensor}"
     if min(data, expert, tensor) < 1:
-        raise ValueError(
-            f"mesh axes must be at least 1: data={data},expert={expert},tensor={tensor}"
-        )
+        raise ValueError(f"mesh axes must be at least 1: {axes}")
     if need > len(devices):
-        raise ValueError(
-            f"mesh data={data},expert={expert},tensor={tensor} needs {need} devices, "
-            f"but only {len(devices)} are available"
-        )
+        raise ValueError(f"mesh {axes} needs {need} devices, but only {len(devices)} are available")
     grid = np.array(devices[:need]).reshape(data, expert, tensor)
     mesh = Mesh(grid, (DATA, *MODEL), axis_types=(AxisType.Auto,) * 3)
     if len({device.process_index for device in grid.flat}) < jax.process_count():
-        raise ValueError(
-            f"the mesh {axes_of(mesh)} leaves a process without work: give a --mesh of all "
-            f"{len(devices)} devices"
-        )
+        what = f"leaves a process without work: give a --mesh of all {len(devices)} devices"
+        raise ValueError(f"the mesh {axes_of(mesh)} {what}")
     return mesh
 
 
@@ -52,10 +45,8 @@ def parse_mesh(text: str) -> dict[str, int]:
         if known and size.strip("0") == "" and size:
             raise ValueError(f"--mesh {text[:80]!r}: {name} must be at least 1")
         if not (known and size.isdecimal() and len(size) < 6):
-            raise ValueError(
-                f"--mesh {text[:80]!r}: expected data=N,expert=N,tensor=N, each at most once, and "
-                "at most 5 digits"
-            )
+            what = "expected data=N,expert=N,tensor=N, each at most once, and at most 5 digits"
+            raise ValueError(f"--mesh {text[:80]!r}: {what}")
         axes[name] = int(size)
     return axes
 
@@ -89,8 +80,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 class Heads(NamedTuple):
-    """The published numbers of the heads, in the order in which the devices hold them. -1 is a head
-    of zeros."""
+    """The published numbers of the heads, in the order of the devices; -1 is a head of zeros."""
 
     query: tuple[int, ...]
     kv: tuple[int, ...]
@@ -108,10 +98,8 @@ def split_heads(num_heads: int, num_kv_heads: int, shards: int) -> Heads:
             f"{num_heads} query heads cannot share {num_kv_heads} key/value heads evenly"
         )
     if shards > num_heads:
-        raise ValueError(
-            f"the mesh splits attention over expert * tensor = {shards} devices, "
-            f"but the model has only {num_heads} query heads"
-        )
+        what = f"{shards} devices, but the model has only {num_heads} query heads"
+        raise ValueError(f"the mesh splits attention over expert * tensor = {what}")
     group = num_heads // num_kv_heads
     copies = max(1, shards // num_kv_heads)
     per_copy = -(-group // copies)
@@ -126,8 +114,7 @@ def split_heads(num_heads: int, num_kv_heads: int, shards: int) -> Heads:
 
 def split_fused(num_heads: int, shards: int, parts: int = 3) -> tuple[int, ...]:
     """The order of the heads of one matrix that is published as all queries, then all keys, then
-    all values. Every device gets its own queries, then its keys, then its values. -1 is a head of
-    zeros."""
+    all values. Every device gets its queries, its keys, then its values. -1: a head of zeros."""
     order = split_heads(num_heads, num_heads, shards).query
     size = len(order) // shards
     devices = (order[i : i + size] for i in range(0, len(order), size))

@@ -45,10 +45,8 @@ def verify(
     """
     logits = [logits_BTV[:, t] for t in range(logits_BTV.shape[1])]
     logits[0] = ruled(logits[0], rules, MODEL)
-    tokens_BT = jnp.stack(
-        [sample(x, sampling, length_B + t + 1, vocab_size, MODEL) for t, x in enumerate(logits)],
-        axis=1,
-    )
+    new = [sample(x, sampling, length_B + t + 1, vocab_size, MODEL) for t, x in enumerate(logits)]
+    tokens_BT = jnp.stack(new, axis=1)
     right_BK = tokens_BT[:, :-1] == draft_BK
     return tokens_BT, 1 + jnp.cumprod(right_BK, axis=1).sum(axis=1).astype(jnp.int32)
 
@@ -84,9 +82,7 @@ def lookup(text_BS: Array, length_B: Array, K: int) -> Array:
 
 
 @partial(
-    jax.jit,
-    static_argnames=("model", "config", "mesh", "implementation"),
-    donate_argnames="state",
+    jax.jit, static_argnames=("model", "config", "mesh", "implementation"), donate_argnames="state"
 )
 def generate(
     model: ModuleType,
@@ -105,8 +101,7 @@ def generate(
     Returns the state; the new tokens, int32 [B, K + 1], filled up with NO_TOKEN or NO_DRAFT; their
     scores with those of the likeliest tokens: zeros if the bool scalar `wanted` is false, None if
     it is None; and the rules, in which the new tokens count. `state` is donated. Tokens past the
-    capacity are not cached, so the tokens after them are wrong: the caller must not take tokens
-    beyond the capacity.
+    capacity are not cached, so those after them are wrong, and the caller must not take them.
     """
 
     def run(weights: Any, state: Any, draft_BK: Array, wanted: Array | None, rules: Any) -> Any:
@@ -153,17 +148,12 @@ def decode(
     implementation: str,
     K: int,
 ) -> tuple[list[Any], Array | None, Rules | None, Array, Scores | None]:
-    """`generate` with K drafts for each slot. If there are two models, the second one drafts; else
-    the drafts are looked up.
+    """`generate` with K drafts for each slot: looked up in `text_BS`, or made by the second of two
+    models. `files` has the file and the config of each model. Slots with rules, is_ruled_B (bool),
+    verify no draft.
 
-    Args:
-      text_BS: int32, the tokens of each slot, of which the newest is at its length; None if K is 0.
-      wanted: whether scores are computed; None if no request may ask for them.
-      rules: of slots that have some, bool [B]. These verify no draft.
-      files: the model file and the config of each model.
-
-    Returns the states, the tokens of each slot, the rules, the new tokens [B, K + 1], and their
-    scores.
+    Returns the states, text_BS with the new tokens, the rules, the new tokens [B, K + 1], and their
+    scores. If K is 0, text_BS may be None.
     """
     (main, *rest), where = states, dict[str, Any](mesh=mesh, implementation=implementation)
     (model, config), length_B = files[0], main.length_B

@@ -17,8 +17,6 @@ from common.sharding import EXPERT, TENSOR, P, Shards
 
 
 class Weight(NamedTuple):
-    """The declaration of one weight."""
-
     shape: Shape  # of a matrix [out, in], in whatever form it is stored
     spec: PartitionSpec
     kind: Literal["array", "matrix", "table", "headwise", "stack"]
@@ -57,8 +55,7 @@ def vocab_rows(shape: Shape, spec: PartitionSpec) -> Any:
 
 
 def headwise_matrix(shape: Shape, spec: PartitionSpec, published: type | None = None) -> Any:
-    """The matrices of all heads, one after the other, [N * out, in]: for `headwise`, or as one
-    matrix for `linear`."""
+    """The matrices of all heads, one after the other, [N * out, in]: for `headwise` or `linear`."""
     return Weight(shape, spec, "headwise", published)
 
 
@@ -73,8 +70,7 @@ def is_weight(x: Any) -> bool:
 
 def storage_for(weight: Weight, storage: Storage | None) -> Storage | None:
     """The storage in which a weight is kept if the user chose `storage`; None: as it is published.
-    It is None, too, for a weight whose published form `storage` does not replace: it is in 4 bits,
-    for example."""
+    That is so, too, if `storage` does not replace the published form: 4 bits, for example."""
     while storage is not None and weight.kind not in storage.kinds:
         storage = storage.rest
     if storage is None or published_form(weight) not in (None, Transposed, *storage.requantizes):
@@ -106,8 +102,7 @@ def by_path(tree: Any) -> dict[str, Weight]:
 
 
 def specs_like(weights: Any, layout: Any) -> Any:
-    """The partition specs of `weights`, in whatever form they are stored, from their
-    declarations."""
+    """The partition specs of `weights`, in whatever form they are stored, by their declarations."""
 
     def specs(weight: Weight, stored: Any) -> Any:
         return SPECS[type(stored)](weight.spec) if type(stored) in SPECS else weight.spec
@@ -116,8 +111,7 @@ def specs_like(weights: Any, layout: Any) -> Any:
 
 
 def check_divides(layout: Any, shards: Shards) -> None:
-    """ValueError if a mesh cannot split a weight into equal parts. The parts of a weight in fp8 or
-    4 bits must be whole blocks."""
+    """ValueError if a mesh cannot split a weight equally; in fp8 or 4 bits, into whole blocks."""
     parts = {EXPERT: shards.expert, TENSOR: shards.tensor}
     for path, weight in by_path(layout).items():
         rows, columns = BLOCKS.get(published_form(weight), (1, 1))
@@ -126,7 +120,5 @@ def check_divides(layout: Any, shards: Shards) -> None:
             n = math.prod(parts[axis] for axis in jax.tree.leaves(axes))
             if n > 1 and size % (n * block):
                 whole = f" in whole blocks of {block}" if block > 1 else ""
-                raise ValueError(
-                    f"{path} of shape {list(weight.shape)} cannot be split: {size} does not divide "
-                    f"over {n} devices{whole}"
-                )
+                what = f"{size} does not divide over {n} devices{whole}"
+                raise ValueError(f"{path} of shape {list(weight.shape)} cannot be split: {what}")

@@ -158,8 +158,7 @@ def progress_bar(stream: TextIO) -> Progress:
     def draw(done: int, total: int) -> None:
         if stream.isatty():
             bar = "#" * (40 * done // max(total, 1))
-            end = "\n" if done == total else ""
-            stream.write(f"\rloading [{bar:<40}] {done / 1e9:.2f}/{total / 1e9:.2f} GB{end}")
-            stream.flush()
+            told = f"\rloading [{bar:<40}] {done / 1e9:.2f}/{total / 1e9:.2f} GB"
+            print(told, end="\n" if done == total else "", file=stream, flush=True)
 
     return draw

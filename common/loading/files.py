@@ -27,8 +27,7 @@ def is_there(path: Path) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """Reads a text file. FileNotFoundError names a missing file and its directory. ValueError names
-    a file that is not UTF-8."""
+    """Reads a text file. An error names it: FileNotFoundError, or ValueError if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")  # without a byte-order mark
     except FileNotFoundError:
@@ -46,7 +45,6 @@ def parse_json(text: str, **hooks: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file."""
     text = read_text(path)
     try:
         content = parse_json(text)
@@ -58,5 +56,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """Like `read_json`, but returns {} if the file is missing."""
     return read_json(path) if is_there(path) else {}

@@ -20,8 +20,7 @@ OTHER_LAYOUTS = ["*/*", "consolidated*"]  # the same weights, named as in the au
 
 
 def locate(ckpt: str, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
-    """Returns `ckpt` if it is a directory. Otherwise downloads `files` of the hub's repository and
-    returns their directory.
+    """Returns `ckpt` if it is a directory, else that of `files`, downloaded from the hub.
 
     Raises an OSError or a ValueError of one line.
     """
@@ -61,9 +60,7 @@ def download(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     except errors.RevisionNotFoundError:
         raise FileNotFoundError(f"{repo} has no revision {revision!r} on the hub") from None
     except errors.LocalEntryNotFoundError:
-        what = "neither a directory here nor complete in the hub's cache"
-        raise ConnectionError(
-            f"{repo} is {what}, and the hub cannot be reached; is HF_HUB_OFFLINE set?"
-        ) from None
+        what = "complete in the hub's cache, and the hub cannot be reached; is HF_HUB_OFFLINE set?"
+        raise ConnectionError(f"{repo} is neither a directory here nor {what}") from None
     except Exception as error:  # its type depends on the version of huggingface_hub
         raise OSError(f"{repo}: the download failed: {first_line(error)}") from error

@@ -65,8 +65,7 @@ def rows_by_path(table: Table) -> dict[str, tuple[str, Transform]]:
 
 
 def row_of(path: str, rows: dict[str, tuple[str, Transform]]) -> tuple[str, Transform]:
-    """Returns the stored name of an array, with `*` for the number of an expert, and the
-    transform."""
+    """The stored name of an array, with `*` for the number of an expert, and the transform."""
     pattern, numbers = (path, list[str]()) if path in rows else starred(path)
     if pattern not in rows:
         raise ValueError(f"the checkpoint table of the model file has no row for {pattern}")
@@ -96,8 +95,7 @@ def by_expert(tensors: Tensors, table: Table) -> Tensors:
 
 
 def assign(tensors: Tensors, table: Table, arrays: dict[str, Weight]) -> dict[str, Source]:
-    """Returns the source of each array. ValueError names everything that is wrong, one problem a
-    line, up to a number of lines."""
+    """The source of each array. ValueError names what is wrong, by `first_lines`."""
     found: dict[str, dict[int, StoredTensor]] = {path: {} for path in arrays}
     wrong, checked = list[str](), list[tuple[StoredTensor, Same | Holds]]()
     for name, tensor in tensors.items():

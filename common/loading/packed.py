@@ -29,10 +29,8 @@ AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class Format(NamedTuple):
-    """The tensors of a quantised matrix."""
-
-    # By the last word of a name: a field of the form in which the matrix is stored; or "group",
-    # "shape" or "bias", which are not loaded, but must be as expected.
+    # The tensors of a quantised matrix, by the last word of a name: a field of the form in which it
+    # is stored; or "group", "shape" or "bias", which are not loaded, but must be as expected.
     fields: dict[str, str]
     rows_first: bool  # whether tensors are [out, in], and not [in, out]
     packed: dict[str, int]  # the axis along which numbers of a field share a word
@@ -40,29 +38,22 @@ class Format(NamedTuple):
 
 
 FLOAT = Format({"weight": "values", "weight_scale": "scale"}, True, {})
-QUANTS = {"qweight": "values", "scales": "scale", "qzeros": "zero"}
+QUANTS = dict(qweight="values", scales="scale", qzeros="zero")
+INTEGERS = dict(
+    weight_packed="values", weight_scale="scale", weight_zero_point="zero", weight_shape="shape"
+)
 FORMATS = {
     "awq": Format(QUANTS, False, dict(values=1, zero=1), AWQ),
     # AutoGPTQ writes biases of zeros where a model has none.
     "gptq": Format(QUANTS | {"g_idx": "group", "bias": "bias"}, False, dict(values=0, zero=1)),
-    "pack-quantized": Format(
-        {
-            "weight_packed": "values",
-            "weight_scale": "scale",
-            "weight_zero_point": "zero",
-            "weight_shape": "shape",
-        },
-        True,
-        dict(values=1, zero=0),
-    ),
+    "pack-quantized": Format(INTEGERS, True, dict(values=1, zero=0)),
     "float-quantized": FLOAT,
     "fbgemm": FLOAT,
 }
 
 
 def declare(module: Any, config: Any, shards: Shards = UNSPLIT) -> tuple[Any, Table]:
-    """What a model file declares of its weights, and its checkpoint table, for the checkpoint that
-    `config` describes."""
+    """The weights that a model file declares, and its table, for the checkpoint of `config`."""
     layout, table = module.weight_layout(config, shards), module.checkpoint_table(config, shards)
     packing: Packing | None = getattr(config, "packing", None)
     if packing is None:
@@ -70,12 +61,13 @@ def declare(module: Any, config: Any, shards: Shards = UNSPLIT) -> tuple[Any, Ta
     whole, rows = by_path(module.weight_layout(config)), rows_by_path(table)
     declared, added, format = by_path(layout), Table(), FORMATS[packing.format]
     for path, weight in declared.items():
-        name, transform = row_of(path, rows)
+        name, order = row_of(path, rows)
         if not is_packed(packing, path, weight, name):
             continue
-        order = None if is_published_order(transform) else transform
-        if isinstance(order, Axes):
+        if isinstance(order, Axes) or (order is not None and order.swapped):
             raise ValueError(f"config.json: {name} cannot be quantised in this family")
+        if order is not None and order.blocks == tuple(range(len(order.blocks))):
+            order = None  # it changes nothing
         (n_out, n_in), stem = whole[path].shape[-2:], name.removesuffix("weight")
         scales, of_groups = group_order(packing, weight, n_in, order, shards)
         declared[path] = weight._replace(published=published(packing, scales))
@@ -97,9 +89,8 @@ def declare(module: Any, config: Any, shards: Shards = UNSPLIT) -> tuple[Any, Ta
 
 
 def published(packing: Packing, scales: int) -> Packed:
-    """The form of a matrix that has `scales` scales per row. Integers are always `Grouped`, even
-    with one scale per row: a product on CPU rounds the activations that multiply a `Rowwise`
-    int8."""
+    """The form of a matrix with `scales` scales per row. Integers are `Grouped`, even with one such
+    scale, because a product on CPU rounds the activations that multiply a `Rowwise` int8."""
     if FORMATS[packing.format] is FLOAT:
         return Packed(Rowwise, jnp.float8_e4m3fn, scales)
     values = jnp.int4 if packing.bits == 4 else jnp.int8
@@ -126,13 +117,6 @@ def is_packed(packing: Packing, path: str, weight: Weight, name: str) -> bool:
 def halves(name: str) -> list[str]:
     """The names of the tensors that the loader joins to the one with this name."""
     return list(dict.fromkeys(name.replace(".gate_up_", x) for x in (".gate_", ".up_")))
-
-
-def is_published_order(transform: Transform) -> bool:
-    """Whether a transform changes nothing."""
-    if not isinstance(transform, Order):
-        return transform is None
-    return not transform.swapped and transform.blocks == tuple(range(len(transform.blocks)))
 
 
 def group_order(

@@ -22,8 +22,7 @@ LARGEST = STD * math.sqrt(3)
 def random_weights(
     layout: Any, mesh: Mesh, dtype: DTypeLike, seed: int, storage: Storage | None = None
 ) -> Any:
-    """Replaces declarations by random weights, laid out as loaded ones are. Every device makes its
-    own part."""
+    """Random weights for declarations, laid out as loaded ones. Each device makes its own part."""
     key, (declared, tree) = jax.random.key(seed), jax.tree.flatten(layout, is_leaf=is_weight)
     weights = [
         random_weight(jax.random.fold_in(key, i), weight, mesh, np.dtype(dtype), storage)
@@ -65,8 +64,7 @@ def random_weight(
 
 
 def random_published(key: Array, weight: Weight, mesh: Mesh) -> Any:
-    """One device's part of a matrix in the form in which checkpoints hold it: random values, and
-    the same scale everywhere."""
+    """One device's part of a matrix in its published form: random values, one scale everywhere."""
     fields, on_cpu = published_arrays(weight), mesh.devices.flat[0].platform == "cpu"
     values, scale, *zero = (x and NamedSharding(mesh, x.spec).shard_shape(x.shape) for x in fields)
     kind, bits = fields.values.dtype, bits_of(fields.values.dtype)

@@ -49,10 +49,8 @@ def check_finite(tensor: StoredTensor, numbers: np.ndarray, limits: Limits) -> N
     """ValueError if `numbers`, a contiguous part of a stored tensor, hold NaN or infinity."""
     signed, unsigned = (numbers.view(f"{kind}{numbers.itemsize}").max() for kind in "iu")
     if signed >= limits[0] or unsigned >= limits[1]:
-        raise ValueError(
-            f"{tensor.file}: {tensor.name} holds NaN or infinity; download it again, or run it as "
-            "it is with --allow-nonfinite"
-        )
+        what = "NaN or infinity; download it again, or run it as it is with --allow-nonfinite"
+        raise ValueError(f"{tensor.file}: {tensor.name} holds {what}")
 
 
 def is_swapped(transform: Transform) -> bool:
@@ -98,8 +96,7 @@ def read_tensor(
     out: np.ndarray,
     limits: Limits | None = None,
 ) -> None:
-    """Fills `out` with one part of a padded and reordered tensor. ValueError if numbers are NaN or
-    infinite, by `limits`."""
+    """Fills `out` with part of a padded, reordered tensor. ValueError if `limits` are reached."""
     axes = tuple(range(len(padded)))
     if is_swapped(transform):
         out, padded, part, axes = out.swapaxes(-1, -2), *map(swapped, (padded, part, axes))

@@ -17,7 +17,6 @@ from common.loading.stored import open_tensors
 
 
 def folder(module: ModuleType) -> Path:
-    """Returns the folder of a model file."""
     return Path(str(module.__file__)).parent
 
 
@@ -36,10 +35,8 @@ def read_model_config(module: ModuleType, hf: dict[str, Any]) -> Any:
         accepts = rf'model_types=\([^)]*"{re.escape(str(kind))}"'
         for file in sorted(own.parent.glob("*/model.py")):
             if file.parent != own and re.search(accepts, file.read_text("utf-8", "replace")):
-                raise ValueError(
-                    f"config.json: model_type={kind!r} is another family's; run it with "
-                    f"python -m {file.parent.name}.main"
-                ) from None
+                what = f"is another family's; run it with python -m {file.parent.name}.main"
+                raise ValueError(f"config.json: model_type={kind!r} {what}") from None
         raise error
 
 

@@ -13,9 +13,8 @@ from common.loading.files import is_there, read_json
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Dtypes = dict[str, np.dtype]  # by the name that a file has for each
 FLOATS: Dtypes = dict(F32=np.dtype("float32"), F16=np.dtype("float16"), BF16=jnp.dtype("bfloat16"))
-KEPT: Dtypes = dict(  # never cast
-    F8_E4M3=jnp.dtype("float8_e4m3fn"), U8=np.dtype("uint8"), I8=np.dtype("int8")
-)
+# These are never cast.
+KEPT: Dtypes = dict(F8_E4M3=jnp.dtype("float8_e4m3fn"), U8=np.dtype("uint8"), I8=np.dtype("int8"))
 DTYPES = FLOATS | KEPT | dict(I32=np.dtype("int32"), I64=np.dtype("int64"))
 
 
@@ -31,8 +30,6 @@ class Words(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """Where a stored tensor lies, its shape and its dtype."""
-
     file: Path
     name: str
     shape: tuple[int, ...]
@@ -77,9 +74,8 @@ def _indexed(directory: Path) -> Tensors:
     if not isinstance(files, dict) or {type(file) for file in files.values()} != {str}:
         raise ValueError(f"{directory / INDEX} has no weight_map from tensor names to file names")
     if SINGLE not in files.values() and is_there(directory / SINGLE):
-        raise ValueError(
-            f"{directory} holds two checkpoints, {SINGLE} and the files of {INDEX}: move one away"
-        )
+        what = f"two checkpoints, {SINGLE} and the files of {INDEX}: move one away"
+        raise ValueError(f"{directory} holds {what}")
     example = {file: name for name, file in files.items()}
     missing = [file for file in example if not (directory / file).exists()]
     if missing:

@@ -127,8 +127,7 @@ def open_model(
 
 
 def storage_of(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> Storage | None:
-    """Picks how matrices are stored: as `quant` names it; transposed, if float32 on CPU; else as
-    published."""
+    """How matrices are stored: as `quant` says; transposed if float32 on CPU; else as published."""
     plain = TRANSPOSED if on_cpu and dtype == jnp.float32 else None
     return plain if quant is None else storage_named(quant, on_cpu)
 

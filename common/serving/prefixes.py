@@ -1,5 +1,4 @@
-"""Remembers which tokens are held where, so that a prompt can start from the longest beginning that
-was read before.
+"""Remembers which tokens are held where, so that a prompt can start from the longest beginning.
 
 A text is cut into blocks of BLOCK tokens. A dict maps the digest of the first n blocks, for each n,
 to the places that hold these blocks. So the longest common beginning is found block by block, and

@@ -61,9 +61,7 @@ def logits(
 
 
 @partial(
-    jax.jit,
-    static_argnames=("model", "config", "mesh", "implementation"),
-    donate_argnames="state",
+    jax.jit, static_argnames=("model", "config", "mesh", "implementation"), donate_argnames="state"
 )
 def prefill_asked(
     model: Any,
@@ -83,8 +81,7 @@ def prefill_asked(
 
     Args:
       tokens_BT, count_B: int32, as in `prefill`.
-      after_B: int32, the prompt's token after the last of these; if negative, there is none, and
-        the sampled token follows.
+      after_B: int32, the prompt's token after the last of these; negative: the sampled one follows.
 
     Returns the state and `Scores`, with X = LIKELIEST. `state` is donated.
     """

@@ -45,8 +45,7 @@ LEAST_COST = PROMPT_CHUNK // 4
 
 
 def submit(session: Session, request: Request) -> int:
-    """Adds a request. Returns its number, which its events carry. ValueError if it cannot be
-    served."""
+    """Adds a request. Returns its number, which its events carry. ValueError if it is refused."""
     check_request(request, session.capacity, session.model.config)
     if request.logprobs is not None and not session.logprobs:
         raise ValueError("this session gives no log-probabilities")
@@ -63,20 +62,17 @@ def submit(session: Session, request: Request) -> int:
 
 
 def cancel(session: Session, number: int) -> None:
-    """Gives up a request, if it has not ended. There will be no more events of it, and its slot is
-    free before the next step."""
+    """Gives up a request: no more events come of it, and its slot is free before the next step."""
     session.arrived.append((number, None))
 
 
 def is_busy(session: Session) -> bool:
     """Whether `step` has anything to do."""
-    s = session
-    return bool(s.arrived or s.works or s.read or s.running)
+    return bool(session.arrived or session.works or session.read or session.running)
 
 
 def step(session: Session) -> list[Event]:
-    """Does one step of work: reads a chunk of prompts, or decodes a token of every running text.
-    Returns the tokens that became ready.
+    """Reads a chunk of prompts, or decodes a token of every running text. Returns the new tokens.
 
     Between two steps of decoding, prompts of at most PROMPT_CHUNK tokens are read. So no running
     text ever waits for more than one chunk, and no prompt waits for ever.
@@ -84,8 +80,7 @@ def step(session: Session) -> list[Event]:
     began = time.perf_counter()
     receive(session)
     behind, session.ahead = session.ahead, None
-    # First tokens need not wait for what is dispatched next. What a grammar allows next depends on
-    # its newest token.
+    # First tokens need not wait for what is dispatched next, and a grammar needs its newest token.
     if behind and (session.read or any(work.guide for work in behind.works.values())):
         return book(session, behind, began)
     with timed(session.stats, "prefill_s"):
@@ -135,10 +130,9 @@ def receive(session: Session) -> None:
 
 
 def admit(session: Session) -> None:
-    """Assigns waiting requests to data shards that read no prompt and have a free slot: strictly in
-    the order in which they came, so none can starve. Of several such shards, a request goes to the
-    one that holds the longest beginning of its prompt, or else to the one with the most free
-    slots."""
+    """Assigns waiting requests, in the order in which they came, so none can starve, to data shards
+    that read no prompt and have a free slot. Of several, a request goes to the one that holds the
+    longest beginning of its prompt, or else to the one with the most free slots."""
     while session.waiting:
         taken = [slot // session.per_row for slot in session.running]
         free = [row for row in range(session.rows) if taken.count(row) < session.per_row]
@@ -245,9 +239,8 @@ def complete(
     seed: int = 0,
     **settings: Any,
 ) -> list[str]:
-    """Returns the text that follows each prompt. A prompt is raw text, or ids such as those that
-    `encode_chat` returns. Prompt i is sampled with seed (`seed` + i) mod 2**32. `settings` sets
-    further fields of `Request`."""
+    """Returns the text that follows each prompt: raw text, or ids, as of `encode_chat`. Prompt i is
+    sampled with seed (`seed` + i) mod 2**32. `settings` sets further fields of `Request`."""
     if (tok := model.tokenizer) is None:
         raise ValueError("this model has no tokenizer: use `serve`, which takes and yields ids")
     ids = [encode(tok, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from common.cache import shortest_beginning
-from common.sampling import LIKELIEST, PENALTIES, check, check_sampling
+from common.sampling import LIKELIEST, PARAMETERS, PENALTIES, check
 from common.serving.load import Model, cache_dtype, check_fits, init_state
 from common.serving.prefixes import HOST, KEPT, Prefixes, Text
 from common.serving.score import Score
@@ -62,10 +62,6 @@ class Request(NamedTuple):
     keep_special: bool = False  # special tokens come as text
 
     @property
-    def sampling(self) -> tuple[Any, ...]:
-        return self[2:7]
-
-    @property
     def has_penalty(self) -> bool:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
@@ -75,8 +71,6 @@ class Request(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """How many tokens of a request were reused or drafted."""
-
     cached: int = 0  # prompt tokens that were not read, because a cache already held them
     drafts: int = 0
     drafts_right: int = 0
@@ -233,8 +227,7 @@ def start_session(
     draft_tokens: int = DRAFT_TOKENS,
     logprobs: bool = False,
 ) -> Session:
-    """Allocates `slots` slots of `capacity` positions on the model's mesh. ValueError if that
-    cannot be.
+    """Allocates `slots` slots of `capacity` positions on the model's mesh. ValueError if it cannot.
 
     Args:
       dtype: of the cache; by default that of `cache_dtype`.
@@ -305,8 +298,7 @@ def usable(caches: Sequence[Any], multiple: int, text: Text, n: int) -> int:
 
 
 def check_request(request: Request, capacity: int, config: Any, name: str = "the prompt") -> None:
-    """ValueError if a model with this config cannot serve a request in a slot of `capacity`
-    positions."""
+    """ValueError if a model with this config cannot serve a request in `capacity` positions."""
     limit, vocab_size = config.max_position_embeddings, config.vocab_size
     try:
         ids = *request.prompt, *request.stop_ids
@@ -330,8 +322,7 @@ def check_request(request: Request, capacity: int, config: Any, name: str = "the
         raise ValueError(f"{name} has an id that is not in [0, {vocab_size})")
     if request.logprobs is not None and not 0 <= request.logprobs <= LIKELIEST:
         raise ValueError(f"logprobs must be in [0, {LIKELIEST}], got {request.logprobs}")
-    check_sampling(*request.sampling)
-    for name in PENALTIES:
+    for name in (*PARAMETERS, *PENALTIES):
         check(name, getattr(request, name))
     if len(request.logit_bias) > BIASES:
         raise ValueError(f"logit_bias has more than {BIASES} tokens")
@@ -355,8 +346,7 @@ jax.monitoring.register_event_duration_secs_listener(_count_compilation)
 
 @contextlib.contextmanager
 def timed(stats: Stats, phase: str) -> Iterator[None]:
-    """Adds the seconds of its body to the field `phase` of `stats`; or to `compile_s`, if the body
-    compiled a program."""
+    """Adds its body's seconds to the field `phase` of `stats`; to `compile_s` if it compiled."""
     began, before = time.perf_counter(), compilations
     yield
     phase = phase if compilations == before else "compile_s"

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from common.cache import COPY_BLOCK, copy_prefixes, slot_beginnings
-from common.sampling import INVALID, RULES_SPEC, sampling_params
+from common.cache import COPY_BLOCK, copy_prefixes
+from common.sampling import INVALID, PARAMETERS, RULES_SPEC, sampling_params
 from common.serving import prefixes
 from common.serving.prefixes import HOST, KEPT, READING, SLOT, Place, Text
 from common.serving.rules import rules_of, seen_tokens
@@ -27,8 +27,7 @@ MEMORY = {KEPT: "device", HOST: "pinned_host"}
 
 
 def begin(session: Session, row: int, work: Work, place: Place, length: int) -> None:
-    """Begins to read a request's prompt on a data shard, after copying the first `length` tokens
-    from a place of that shard."""
+    """Begins to read a prompt on a data shard, behind the `length` tokens copied from `place`."""
     index = session.prefixes[row]
     if length:
         copy(session, row, place, length)
@@ -41,10 +40,10 @@ def begin(session: Session, row: int, work: Work, place: Place, length: int) -> 
     session.stats.prefill_tokens += len(work.tokens) - length
     works = [session.reading.get(row) for row in range(session.rows)]
     requests = [work.request if work else Request((), 1) for work in works]
-    columns = [list(x) for x in zip(*(request.sampling for request in requests), strict=True)]
+    asked = {name: [getattr(request, name) for request in requests] for name in PARAMETERS}
     length_B = np.array([work.cached if work else 0 for work in works], np.int32)
     for i, state in enumerate(session.prompts):  # with arrays of its own, because it is donated
-        own = jax.device_put((length_B, sampling_params(session.rows, *columns)), session.by_shard)
+        own = jax.device_put((length_B, sampling_params(session.rows, **asked)), session.by_shard)
         session.prompts[i] = state._replace(length_B=own[0], sampling=own[1])
 
 
@@ -114,9 +113,8 @@ def settle(session: Session) -> None:
     texts = np.zeros((len(session.read), session.capacity + 1), np.int32)
     for i, (row, work) in enumerate(session.read.items()):
         index, first, many = session.prefixes[row], row * session.per_row, session.reuse_multiple
-        prompt = work.request.prompt
+        prompt, salt = work.request.prompt, work.request.cache_salt
         written = max(work.text.written, len(work.tokens))
-        salt = work.request.cache_salt
         work.text = Text(prompt[: len(prompt) // many * many], written, salt=salt)
         # While READING holds the text, a slot that holds no more of it counts as missed least.
         prefixes.hold(index, READING, work.text)
@@ -131,21 +129,16 @@ def settle(session: Session) -> None:
     session.read = {}
     if any(session.running[slot].request.has_penalty for slot in slots):
         new = dict(enumerate(session.running[slot] for slot in slots))
-        count_seen(session, np.array(slots), seen_tokens(session.model, new, len(slots)))
+        seen = seen_tokens(session.model, new, len(slots))
+        sharding = NamedSharding(session.model.mesh, RULES_SPEC.seen_BV)
+        if session.seen_BV is None:
+            session.seen_BV = jnp.zeros((session.slots, seen.shape[1]), jnp.int32, device=sharding)
+        session.seen_BV = set_rows(session.seen_BV, seen, np.array(slots), sharding)
     for i, model in enumerate(session.models):
         state, prompts = session.states[i], session.prompts[i]
         session.states[i] = model.module.insert(state, prompts, slot_B, mesh=model.mesh)
     if session.text_BS is not None:
         session.text_BS = set_rows(session.text_BS, texts, np.array(slots), session.by_shard)
-
-
-def count_seen(session: Session, slots: np.ndarray, seen: np.ndarray) -> None:
-    """Sets what the texts of slots have seen, for their penalties."""
-    sharding = NamedSharding(session.model.mesh, RULES_SPEC.seen_BV)
-    if session.seen_BV is None:
-        shape = session.slots, seen.shape[1]
-        session.seen_BV = jnp.zeros(shape, jnp.int32, device=sharding)
-    session.seen_BV = set_rows(session.seen_BV, seen, slots, sharding)
 
 
 @partial(jax.jit, static_argnames="sharding", donate_argnames="x")
@@ -154,8 +147,7 @@ def set_rows(x: jax.Array, rows: np.ndarray, at: np.ndarray, sharding: Any) -> j
 
 
 def generate(session: Session) -> None:
-    """Dispatches one decode step of all slots. Its tokens are a copy, because the next step
-    overwrites the state's own."""
+    """Dispatches a decode step of all slots, and copies its tokens, which the next overwrites."""
     model, models, works = session.model, session.models, dict(session.running)
     session.stats.decode_steps += 1
     filled = sum(len(work.tokens) for work in works.values())
@@ -278,9 +270,15 @@ def size_of(arrays: Any) -> int:
 def take(session: Session, row: int, slot: int, length: int) -> Any:
     """A copy of the first `length` positions of a slot, with room up to the next power of two."""
     size = min(session.capacity, max(COPY_BLOCK, 1 << (length - 1).bit_length()))
+
+    def room(x: jax.Array) -> jax.Array:
+        own = x.sharding.shard_shape(x.shape)[2]  # positions that a device holds
+        shape = session.rows, x.shape[1], x.shape[2] // own * min(own, size), *x.shape[3:]
+        return jnp.zeros(shape, x.dtype, device=x.sharding)
+
     caches = tuple(state.cache for state in session.states)
-    at = (only(session, row, n) for n in (slot, length))
-    held = slot_beginnings(caches, *at, size=size, **placement(session))
+    at = (only(session, row, n) for n in (slot, 0, length))
+    held = copy_prefixes(jax.tree.map(room, caches), caches, *at, **placement(session))
     return jax.tree.map(partial(shard_of, row=row), held)
 
 
@@ -293,8 +291,7 @@ def empty(session: Session, row: int, place: Place) -> None:
 
 
 def keep(session: Session, row: int, place: Place) -> None:
-    """Moves a text to the next tier that is large enough for it. Texts that `least_missed` picks
-    leave that tier until there is room."""
+    """Moves a text to the next tier that is large enough. `least_missed` picks what leaves that."""
     index, room = session.prefixes[row], session.room
     text, tiers = index.texts[place], [tier for tier in AFTER[place.tier] if room[tier]]
     if not tiers:
