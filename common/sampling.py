@@ -154,7 +154,7 @@ def sample(
     vocabulary of the float32 logits is split.
 
     A token depends on its slot's logits, parameters and position alone. Ids >= vocab_size are
-    padding and never sampled. A slot with NaN or +inf, or nothing but -inf, gets INVALID."""
+    padding and never sampled. INVALID: logits of a slot are NaN or +inf, or all are -inf."""
     V = logits_BV.shape[1]
     ids = V * lax.axis_size(axes)
     if not 0 < vocab_size <= ids:

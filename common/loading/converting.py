@@ -42,7 +42,7 @@ def convert(
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Numbers that XLA on CPU would widen all at once, before it cuts them into parts, as bits."""
+    """The bits of numbers that XLA on CPU would widen before it cuts them into parts; else x."""
     if x.dtype == jnp.float8_e4m3fn:
         return lax.bitcast_convert_type(x, jnp.uint8)
     if x.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12):
