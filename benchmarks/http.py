@@ -3,8 +3,9 @@
     python -m benchmarks.http --model llama3 [--ckpt DIR] [--rounds 3] [--soak 10000]
 
 With 8 slots busy: tokens per second, and seconds to the first token of a text alone; the session in
-this process and the server take turns. `--soak N` sends N requests, of which some are given up, and
-prints the server's memory as it goes.
+this process and the server take turns. The session also decodes 8 texts that all follow a JSON
+schema. `--soak N` sends N requests, of which some are given up, and prints the server's memory as it
+goes.
 """
 
 import argparse
@@ -24,10 +25,17 @@ from common.command.environment import configure_jax
 from common.serving.load import load
 from common.serving.serve import is_busy, serve, step, submit
 from common.serving.session import Request, Session, start_session
+from common.text.grammar import json_grammar
 from common.text.tokenizer import encode
 
 SLOTS, CAPACITY, NEW = 8, 512, 200
 PROMPT = "ACT I."
+PERSON = dict(name=dict(type="string", maxLength=20), age=dict(type="integer"))
+PEOPLE = dict(
+    type="array",
+    minItems=NEW,  # more than a text has room for
+    items=dict(type="object", properties=PERSON, required=["name", "age"]),
+)
 
 
 def start(args: argparse.Namespace) -> tuple[subprocess.Popen[str], int]:
@@ -103,7 +111,8 @@ def main() -> None:
     model = load(model_file(args.model), args.ckpt, dtype=args.dtype)
     session = start_session(model, SLOTS, CAPACITY, logprobs=True)
     assert model.tokenizer is not None
-    prompt, rates, firsts = encode(model.tokenizer, PROMPT), ([], []), ([], [])
+    prompt, seconds_of, firsts = encode(model.tokenizer, PROMPT), ([], [], []), ([], [])
+    grammar = json_grammar(PEOPLE)
     server, port = start(args)
     try:
         for i in range(args.rounds + 1):
@@ -111,14 +120,18 @@ def main() -> None:
             list(serve(session, [Request(prompt, NEW)] * SLOTS))
             middle = time.perf_counter()
             asyncio.run(together(port))
-            seconds = middle - began, time.perf_counter() - middle
+            seconds = [middle - began, time.perf_counter() - middle]
+            began = time.perf_counter()
+            list(serve(session, [Request(prompt, NEW, grammar=grammar)] * SLOTS))
+            seconds.append(time.perf_counter() - began)
             first = alone(session, prompt), asyncio.run(ask(port, 2))[0]
-            for k in range(2) if i else ():  # the first round compiles
-                rates[k].append(SLOTS * NEW / seconds[k])
-                firsts[k].append(first[k])
+            if i:  # the first round compiles
+                for of_kind, x in zip((*seconds_of, *firsts), (*seconds, *first), strict=True):
+                    of_kind.append(x)
         print("| | session | server | |\n|---|---|---|---|")
-        a, b = map(median, rates)
+        a, b, ruled = (SLOTS * NEW / median(x) for x in seconds_of)
         print(f"| tokens/s, {SLOTS} texts | {a:.0f} | {b:.0f} | {b / a:.3f} of the session |")
+        print(f"| the same, with a schema | {ruled:.0f} | | {ruled / a:.3f} of it without |")
         a, b = (1e3 * median(x) for x in firsts)
         print(f"| first token, ms | {a:.1f} | {b:.1f} | {b - a:.1f} more |")
         if args.soak:

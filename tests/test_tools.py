@@ -440,3 +440,14 @@ def test_a_grammar_takes_calls_as_they_are_published_and_of_no_other_function(fo
                 single = grammar_of(tok, format, TOOLS, True, single=True)
                 matcher = llguidance.LLMatcher(machine, single)
                 assert (matcher.try_consume_tokens(ids) == len(ids)) == (count == 1), said
+
+
+@pytest.mark.parametrize("with_marks", [True, False])
+def test_a_call_that_begins_without_its_first_mark_is_held_to_its_schema(with_marks):
+    tok, machine = grammar_tokenizer(with_marks)
+    grammar = grammar_of(tok, "qwen_xml", TOOLS, False)
+    said = "Hi <function=f>\n<parameter=n>\n{}\n</parameter>\n<parameter=l>\n[]\n</parameter>\n"
+    for n, fits in (("1", True), ("many", False)):
+        ids = encode(tok, said.format(n) + "</function>\n</tool_call>")
+        matcher = llguidance.LLMatcher(machine, grammar)
+        assert (matcher.try_consume_tokens(ids) == len(ids)) == fits

@@ -56,12 +56,12 @@ def as_chat(body: Any) -> dict[str, Any]:
         max_completion_tokens=given.get("max_output_tokens"),
         reasoning_effort=given.get("reasoning", {}).get("effort"),
         response_format=nested(form, "json_schema"),
-        tools=[nested(tool, "function") for tool in functions(given)],
+        tools=[nested(tool, "function") for tool in offered(given)],
         tool_choice=nested(given.get("tool_choice"), "function"),
     )
 
 
-def functions(given: dict[str, Any]) -> list[dict[str, Any]]:
+def offered(given: dict[str, Any]) -> list[dict[str, Any]]:
     """The tools that the model is offered. It can call no others: a search would run here."""
     return [tool for tool in given.get("tools") or [] if tool["type"] == "function"]
 
@@ -108,7 +108,7 @@ class Reply:
             background=False, truncation="disabled", previous_response_id=None,
             **{name: x if body.get(name) is None else body[name] for name, x in REPEATED.items()},
         )  # fmt: skip
-        self.known["tools"] = functions(body)
+        self.known["tools"] = offered(body)
         kinds = "response.created", "response.in_progress"
         self.first = "".join(self.line(kind, response=self.whole()) for kind in kinds)
 

@@ -227,7 +227,7 @@ def start_session(
     draft_tokens: int = DRAFT_TOKENS,
     logprobs: bool = False,
 ) -> Session:
-    """Allocates `slots` slots of `capacity` positions on the model's mesh. Or a ValueError.
+    """Allocates `slots` slots of `capacity` positions on the model's mesh; ValueError if not.
 
     Args:
       dtype: of the cache; by default that of `cache_dtype`.

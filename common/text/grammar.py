@@ -44,15 +44,19 @@ def grammar_of(
     tok: Tokenizer, format: str, tools: Tools, required: bool, single: bool = False
 ) -> str:
     """A grammar of replies in a format of FORMATS. If `required`, a reply is one or more calls, or
-    one if `single`, and all arguments fit the functions' schemas. Else it is text, in which calls
-    follow their mark; the arguments of functions with `strict` fit their schemas.
+    one if `single`, and all arguments fit the functions' schemas. Else it is text, in which
+    whatever begins like a call is one; the arguments of functions with `strict` fit their schemas.
 
     ValueError if the format cannot hold the arguments of such a function to its schema.
     """
     form, each, rules, tokens = FORMATS[format], list[str](), list[str](), tokens_of(tok)
     head, _, tail = form.call.partition("ARGS")
+    found = re.match("<[^<>=]*[>=]", head)
+    # A mark that is text may also begin a call without what stands before it.
+    bare = found[0] if found and found[0] not in tokens else ""
     for name, function in functions(tools).items():
-        symbols = [written(tok, x) for x in head.replace("NAME", name).split("INDEX")]
+        parts = head.removeprefix(bare).replace("NAME", name).split("INDEX")
+        symbols = [written(tok, x) for x in parts]
         args = arguments(form, function, required)
         each.append(f"{' /[0-9]+/ '.join(symbols)} {args} {written(tok, tail)}")
     begin, between, end = (written(tok, x) for x in (form.begin, form.between, form.end))
@@ -68,10 +72,14 @@ def grammar_of(
         start = f"{calls} | {written(tok, f'{CHANNEL}final{MESSAGE}')} TEXT"
     else:
         mark = form.begin.partition(">")[0] + ">"
-        rest = form.begin.removeprefix(mark)
-        rules = [f"lead{'' if mark in tokens else '[lazy]'}: TEXT {written(tok, mark)}"]
-        start = f"(lead {written(tok, rest)} call {more} {end})* last"
-    rules += [f"start: {start}", f"call: {' | '.join(each)}", "last: TEXT"]
+        rest = written(tok, form.begin.removeprefix(mark))
+        leads = {mark: f"{rest} call {more} {end}"} | ({bare: f"body {end}"} if bare else {})
+        for i, sign in enumerate(leads):
+            option = "" if sign in tokens else "[lazy]"
+            rules.append(f"lead_{i}{option}: TEXT {written(tok, sign)}")
+        start = f"({' | '.join(f'lead_{i} {x}' for i, x in enumerate(leads.values()))})* last"
+    rules += [f"body: {' | '.join(each)}", f"call: {written(tok, bare)} body"]
+    rules += [f"start: {start}", "last: TEXT"]
     return "\n".join(rules) + TERMINALS
 
 

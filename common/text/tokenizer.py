@@ -253,7 +253,7 @@ def before_stop(stream: Stream, text: str, is_last: bool = False) -> tuple[Strea
         at, end = min(found)
         return stream._replace(stopped=True, tail=text[end:]), text[:at]
     begins = lambda end: any(stop.startswith(end) for stop in stream.stop)
-    begun = [at for at in range(len(text)) if begins(text[at:]) and not is_last]
+    begun = [] if is_last else [at for at in range(len(text)) if begins(text[at:])]
     out = min(begun, default=len(text))
     return stream._replace(tail=text[out:]), text[:out]
 
