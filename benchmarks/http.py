@@ -4,8 +4,8 @@
 
 With 8 slots busy: tokens per second, and seconds to the first token of a text alone; the session in
 this process and the server take turns. The session also decodes 8 texts that all follow a JSON
-schema. `--soak N` sends N requests, of which some are given up, and prints the server's memory as it
-goes.
+schema. `--soak N` sends N requests, of which some are given up, and prints the server's memory as
+it goes.
 """
 
 import argparse
