@@ -28,6 +28,7 @@ FAMILIES = {
     "gpt_oss": Family(("plain", "mxfp4"), 0.06, 0.083, 0.033, 0.1, shown=True),
     "llama4": Family(("text", "maverick"), 0.03, 0.05, 0.024, 0.055, shown=True),
     "deepseek_r1": Family(("yarn", "v2"), 0.11, 0.115, 0.08, 0.14, shown=True),
+    "qwen3_5": Family(("dense", "moe"), 1.0, 1.0, 1.0, 1.0),
     "kimi_k2": Family(("yarn", "plain"), 0.085, 0.09, 0.072, 0.115, shown=True),
 }
 SHOWN = [family for family, facts in FAMILIES.items() if facts.shown]

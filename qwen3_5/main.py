@@ -1,0 +1,8 @@
+"""python -m qwen3_5.main --help"""
+
+from common.command.cli import main
+
+from . import model
+
+if __name__ == "__main__":
+    main(model)

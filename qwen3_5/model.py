@@ -1,0 +1,678 @@
+"""Qwen3.5 in one file, dense and mixture of experts: its text. Three of four layers keep a state of
+fixed size in place of keys and values. They read and write it by the gated delta rule.
+
+Gated Delta Networks, arXiv 2412.06464. What differs from qwen3:
+
+    S = decay * S                                  the state of a head, [key, value], forgets
+    S += strength * outer(k, v - S.T @ k)          and learns to give v for k
+    o = S.T @ q                                    instead of attention, in `linear` layers
+    q, k, v = silu(convolve(qkv))                  there each channel first mixes 4 tokens
+    o = attention(...) * sigmoid(gate)             in the other layers; a quarter of a head rotates
+    rms_norm(x) * (1 + w)                          every norm but that of the linear heads
+    y += sigmoid(shared_gate(h)) * shared(h)       an expert that all tokens use
+
+Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
+query heads, K key/value heads with G = N / K queries each, H head dimension, F MLP width, E
+experts, X experts of a token, V vocabulary, L layers. In linear layers N counts value heads, K
+heads of queries and keys, and a state is [H, V]. There C = K * 2 * H + N * V channels.
+
+Slots are split over the mesh axis `data`. Heads, dense MLPs and vocabulary are split over MODEL,
+which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of
+each over `tensor`. In the rest of this docstring, and in functions that run inside `shard_map`, B,
+N, K, F, E and V count what one device holds. Only a router's E counts all experts.
+
+In one step every device takes part in 2 L + 3 collectives over MODEL, given here with the shapes of
+their results:
+
+    2 L + 1   all-reduce [B, T, D]   in the model's dtype: after embedding, attention and MLP
+    1         all-reduce [B]         float32, in `sample`: the largest logit
+    1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
+
+If a slot of the device has a temperature above 0, there are up to 36 more in `sample`:
+
+    16        all-reduce [3, B]      float32, if a slot uses top-k: the search for its threshold
+    16        all-reduce [3, B]      float32, if a slot uses top-p: the search for its threshold
+    2         all-reduce [B]         float32, one before each search: the probability that is left
+    1         all-gather [B, n]      float32: the sum of the probabilities on each of the n devices
+    1         all-reduce [B]         int32: the drawn id
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from common.cache import LayerCache, append, attend, capacity_of, copy_slots, empty_cache
+from common.config import SILU, read_config, read_rope
+from common.experts import group_by_expert, num_experts
+from common.fields import at_most, divides, one_each
+from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
+from common.kernels.ragged_dot import ragged_dot
+from common.names import Order, Same, Table
+from common.products import embed_rows, linear
+from common.quant import Matrix, out_features
+from common.recurrent import PENDING, Recurrent, empty_recurrent, from_each, past
+from common.sampling import Sampling, sample, sampling_params
+from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, P, Shards, round_up, split_heads
+from common.weights import array, bias, matrix, norm, specs_like, stack, vocab_rows
+
+CHUNK = 64  # tokens of a prompt that a linear layer computes at once
+FULL = "full_attention"
+
+
+class Config(NamedTuple):
+    """The fields of config.json that shape the computation, under their published names."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: Annotated[int, divides("num_attention_heads")]
+    head_dim: int
+    rope_theta: float
+    partial_rotary_factor: float
+    linear_conv_kernel_dim: int
+    linear_num_value_heads: int
+    linear_num_key_heads: Annotated[int, divides("linear_num_value_heads")]
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    layer_types: Annotated[
+        tuple[Literal["linear_attention", "full_attention"], ...], one_each("num_hidden_layers")
+    ]
+    intermediate_size: int  # 0 in a mixture
+    num_experts: Annotated[int, "num_local_experts"]  # 0 in a dense model
+    num_experts_per_tok: Annotated[int, at_most("num_experts")]
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 32768
+
+
+class Mlp(NamedTuple):
+    """One MLP; or all experts of a layer, with one more axis, E, in front."""
+
+    w_gate: Matrix  # [F, D]
+    w_up: Matrix  # [F, D]
+    w_down: Matrix  # [D, F]
+
+
+class Moe(NamedTuple):
+    router: Array  # [E, D]
+    experts: Mlp
+    shared: Mlp
+    shared_gate: Array  # [1, D]
+
+
+class Attention(NamedTuple):
+    wq: Matrix  # [N * 2 * H, D]: of each head the query, then the gate
+    wk: Matrix  # [K * H, D]
+    wv: Matrix  # [K * H, D]
+    q_norm: Array  # [H]
+    k_norm: Array  # [H]
+    wo: Matrix  # [D, N * H]
+
+
+class Linear(NamedTuple):
+    """A gated DeltaNet. A device has its queries, then its keys, then its values."""
+
+    w_qkv: Matrix  # [C, D]
+    conv: Array  # [C, 1, 4]
+    w_gate: Matrix  # [N * V, D]
+    w_decay: Array  # [N, D]
+    w_strength: Array  # [N, D]
+    a_log: Array  # [N]
+    dt_bias: Array  # [N]
+    norm: Array  # [V]
+    w_out: Matrix  # [D, N * V]
+
+
+class Layer(NamedTuple):
+    """The loader decides how each Matrix is stored; the products take it as it is."""
+
+    attn_norm: Array  # [D]
+    mixer: Attention | Linear
+    mlp_norm: Array  # [D]
+    mlp: Mlp | Moe
+
+
+class Weights(NamedTuple):
+    embed: Matrix  # [V, D]
+    layers: tuple[Layer, ...]
+    norm: Array  # [D]
+    head: Matrix | None  # [V, D]; None if the embedding is the head too
+
+
+class DecodeState(NamedTuple):
+    """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
+    slot's length to 0. It clears nothing: what a cache holds past a slot's length has no effect,
+    and a recurrent layer starts from zeros where its slot begins at 0."""
+
+    # For each layer of attention two arrays of [B, K, S, H]: rotated keys, and values. If H is not
+    # a multiple of 128, they share one array, [B, K, S, 2 * H]. For each linear layer a Recurrent.
+    cache: tuple[LayerCache | Recurrent, ...]
+    length_B: Array  # int32: tokens in the cache
+    token_B: Array  # int32: the newest token, which is not in the cache yet
+    sampling: Sampling  # arrays of [B]
+
+
+class Step(NamedTuple):
+    """What all layers of one step share."""
+
+    end_B: Array  # int32: length + T, counting padding; 0 if the slot is skipped
+    real_BT: Array  # bool: false for padding
+    cos: Array  # float32 [B, T, 1, R / 2], for the R numbers of a head that rotate
+    sin: Array
+    implementation: Impl  # of the kernels
+
+
+# ---- the mathematics: from here to `forward`, what each device computes inside `shard_map`
+
+
+def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
+    """x / rms(x) * (1 + weight) in float32."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * (1 + weight_D.astype(jnp.float32))).astype(x.dtype)
+
+
+def gated_norm(x: Array, weight_V: Array, gate: Array, eps: float) -> Array:
+    """x / rms(x) in float32, times the weight in the gate's dtype, times silu(gate) in float32."""
+    x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    x = (weight_V * x.astype(gate.dtype)).astype(jnp.float32)
+    return (x * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
+
+
+def l2_norm(x: Array) -> Array:
+    return x * lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
+
+
+def rotary(position_BT: Array, config: Config) -> tuple[Array, Array]:
+    """cos and sin of the angles of each position, float32 [B, T, 1, R / 2]."""
+    R = int(config.head_dim * config.partial_rotary_factor)
+    exponent = np.arange(0, R, 2, dtype=np.float32) / R
+    frequency = 1 / np.power(config.rope_theta, exponent, dtype=np.float64).astype(np.float32)
+    angle = position_BT[..., None, None].astype(jnp.float32) * frequency
+    # Without the barrier, XLA on CPU recomputes cos and sin in every layer, for every head.
+    return lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
+
+
+def rotate(x_BTNH: Array, step: Step) -> Array:
+    """Rotates each pair of elements i and i + R / 2 of a head by the angle of its position. What is
+    behind the first R numbers stays."""
+    cos, sin = step.cos.astype(x_BTNH.dtype), step.sin.astype(x_BTNH.dtype)
+    a, b, rest = jnp.split(x_BTNH, (cos.shape[-1], 2 * cos.shape[-1]), axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+
+def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
+    """Each device looks up the ids that it holds. Other ids, and -1, give zeros."""
+    first = lax.axis_index(MODEL) * out_features(table_VD)
+    local_BT = jnp.where(tokens_BT < 0, -1, tokens_BT - first)
+    x_BTD = embed_rows(table_VD, local_BT, dtype)
+    return lax.psum(x_BTD, MODEL)  # partial sums over own ids -> replicated
+
+
+def attention(
+    x_BTD: Array, w: Attention, cache: LayerCache, step: Step, config: Config
+) -> tuple[Array, LayerCache]:
+    """Appends T tokens to the cache. Each attends to all positions up to its own. Returns the
+    output [B, T, D], summed over the device's heads, and the cache. For one slot, which now holds
+    `end` tokens, `attend` computes in float32:
+
+        score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
+        seen_TS = jnp.arange(S) <= end + jnp.arange(-T, 0)[:, None]
+        p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
+        o_TKGH = jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
+    """
+    (B, T, _), H = x_BTD.shape, config.head_dim
+    q_BTNH, gate_BTNH = jnp.split(linear(x_BTD, w.wq).reshape(B, T, -1, 2 * H), 2, axis=-1)
+    k_BTKH, v_BTKH = (linear(x_BTD, m).reshape(B, T, -1, H) for m in (w.wk, w.wv))
+    q_BTNH = rotate(rms_norm(q_BTNH, w.q_norm, config.rms_norm_eps), step)
+    k_BTKH = rotate(rms_norm(k_BTKH, w.k_norm, config.rms_norm_eps), step)
+    cache = append(cache, k_BTKH, v_BTKH, step.end_B - T)
+    o_BTNH = attend(q_BTNH, cache, step.end_B, step.implementation, scale=H**-0.5)
+    o_BTNH = o_BTNH * jax.nn.sigmoid(gate_BTNH)
+    return linear(o_BTNH.reshape(B, T, -1), w.wo), cache
+
+
+class Tokens(NamedTuple):
+    """What the delta rule takes of T tokens, in float32. K heads have G value heads each."""
+
+    q: Array  # [B, T, K, H], of length H**-0.5
+    k: Array  # [B, T, K, H], of length 1
+    v: Array  # [B, T, K, G, V]
+    decay: Array  # [B, T, K, G]: its logarithm
+    strength: Array  # [B, T, K, G]
+
+
+def delta_rule(S: Array, x: Tokens) -> tuple[Array, Array]:
+    """The definition, token by token: the state [B, K, G, H, V] after all, and what each reads."""
+
+    def token(S: Array, x: Tokens) -> tuple[Array, Array]:
+        S = S * jnp.exp(x.decay)[..., None, None]
+        error = x.v - jnp.einsum("bkghv,bkh->bkgv", S, x.k)
+        S = S + jnp.einsum("bkh,bkgv->bkghv", x.k, error * x.strength[..., None])
+        return S, jnp.einsum("bkghv,bkh->bkgv", S, x.q)
+
+    S, o = lax.scan(token, S, jax.tree.map(lambda a: a.swapaxes(0, 1), x))
+    return S, o.swapaxes(0, 1)
+
+
+def delta_chunk(S: Array, x: Tokens, kept: int) -> tuple[Array, Array]:
+    """`delta_rule` of one chunk, in products; the state is the one after `kept` tokens.
+
+    What a token adds to the state, u, depends on the tokens before it in the chunk: a triangular
+    system. From the logarithms of decays, sums from the first token on say what is left of each."""
+    T = x.q.shape[1]
+    log_BKGT = jnp.cumsum(jnp.moveaxis(x.decay, 1, -1), axis=-1)
+    seen_TS = jnp.tri(T, dtype=bool)
+    left_BKGTS = jnp.exp(jnp.where(seen_TS, log_BKGT[..., None] - log_BKGT[..., None, :], -jnp.inf))
+    b_BKGT = jnp.moveaxis(x.strength, 1, -1)
+    dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    k_BKTS, q_BKTS = (dot("btkh,bskh->bkts", a, x.k) for a in (x.k, x.q))
+    A_BKGTS = jnp.where(jnp.tri(T, k=-1, dtype=bool), k_BKTS[:, :, None] * left_BKGTS, 0)
+    A_BKGTS = A_BKGTS * b_BKGT[..., None] + jnp.eye(T)
+    read = lambda a: dot("bkghv,btkh->bkgtv", S, a) * jnp.exp(log_BKGT)[..., None]
+    error = (jnp.moveaxis(x.v, 1, 3) - read(x.k)) * b_BKGT[..., None]
+    u_BKGTV = lax.linalg.triangular_solve(A_BKGTS, error, left_side=True, lower=True)
+    o = read(x.q) + dot("bkgts,bkgsv->bkgtv", q_BKTS[:, :, None] * left_BKGTS, u_BKGTV)
+    left_BKGT = left_BKGTS[..., kept - 1, :]  # 0 for later tokens
+    S = S * jnp.exp(log_BKGT[..., kept - 1])[..., None, None]
+    S = S + dot("btkh,bkgtv->bkghv", x.k, u_BKGTV * left_BKGT[..., None])
+    return S, jnp.moveaxis(o, 3, 1)
+
+
+def delta_chunks(S: Array, x: Tokens) -> tuple[Array, Array]:
+    """`delta_rule`, a chunk after the other."""
+    B, T = x.q.shape[:2]
+    cut = lambda a: jnp.pad(a, [(0, 0), (0, -T % CHUNK), *[(0, 0)] * (a.ndim - 2)])
+    chunks = jax.tree.map(lambda a: cut(a).reshape(B, -1, CHUNK, *a.shape[2:]).swapaxes(0, 1), x)
+    S, o = lax.scan(partial(delta_chunk, kept=CHUNK), S, chunks)
+    return S, o.swapaxes(0, 1).reshape(B, -1, *o.shape[3:])[:, :T]
+
+
+def linear_attention(
+    x_BTD: Array, w: Linear, cache: Recurrent, step: Step, config: Config
+) -> tuple[Array, Recurrent]:
+    """Appends T tokens to the state. Returns what they read, [B, T, D], summed over the device's
+    heads, and the cache. Padding changes no state: its decay is 1, and its strength 0."""
+    (B, T, _), H, V = x_BTD.shape, config.linear_key_head_dim, config.linear_value_head_dim
+    W, start_B = config.linear_conv_kernel_dim, step.end_B - T
+    N = cache.state.shape[1]
+    K = (cache.inputs.shape[1] - N * V) // (2 * H)
+    before = past(cache, start_B)
+
+    def tokens(inputs_BCT: Array, decay_BTN: Array, strength_BTN: Array) -> Tokens:
+        """The convolution of inputs, which begin W - 1 tokens earlier, and what it gives."""
+        n = inputs_BCT.shape[-1] - W + 1
+        taps = w.conv[:, 0].astype(jnp.float32).T
+        mixed = sum(tap[:, None] * inputs_BCT[..., i : i + n] for i, tap in enumerate(taps))
+        q, k, v = jnp.split(jax.nn.silu(mixed).swapaxes(1, 2), (K * H, 2 * K * H), axis=-1)
+        q, k = (l2_norm(a.reshape(B, n, K, H)) for a in (q, k))
+        shape = (B, n, K, N // K)
+        gates = decay_BTN.reshape(shape), strength_BTN.reshape(shape)
+        return Tokens(q * H**-0.5, k, v.reshape(*shape, V), *gates)
+
+    new_BCT = linear(x_BTD, w.w_qkv).astype(jnp.float32).swapaxes(1, 2)
+    new_BCT = jnp.concatenate([from_each(before.inputs, before.count_B, W - 1), new_BCT], axis=-1)
+    a_BTN, b_BTN = (linear(x_BTD, m).astype(jnp.float32) for m in (w.w_decay, w.w_strength))
+    rate_BTN = jnp.exp(w.a_log.astype(jnp.float32)) * jax.nn.softplus(a_BTN + w.dt_bias)
+    real_BT1 = step.real_BT[..., None]
+    decay_BTN = jnp.where(real_BT1, -rate_BTN, 0)
+    strength_BTN = jnp.where(real_BT1, jax.nn.sigmoid(b_BTN), 0)
+    old = tokens(before.inputs, before.decay.swapaxes(1, 2), before.strength.swapaxes(1, 2))
+    new = tokens(new_BCT, decay_BTN, strength_BTN)
+    S = before.state.reshape(B, K, N // K, H, V)
+    if T <= PENDING:  # they stay pending
+        both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
+        S, o = delta_chunk(S, both, PENDING)
+        o, length_B = o[:, PENDING:], start_B
+        room = [(0, 0), (0, 0), (0, PENDING - T)]
+        inputs = jnp.pad(new_BCT, room)
+        gates_BN2T = jnp.stack([decay_BTN, strength_BTN], axis=2).swapaxes(1, 3)
+        gates = jnp.pad(gates_BN2T, [(0, 0), *room])
+    else:
+        S, _ = delta_chunk(S, old, PENDING)
+        S, o = delta_chunks(S, new)
+        count_B = step.real_BT.sum(axis=1)
+        length_B = start_B + count_B
+        inputs = jnp.pad(from_each(new_BCT, count_B, W - 1), [(0, 0), (0, 0), (0, PENDING)])
+        gates = jnp.zeros_like(cache.gates[:, :, 0])
+    length = jnp.broadcast_to(length_B[:, None], (B, N))
+    written = Recurrent(S.reshape(B, N, H, V), inputs, gates, length)
+    is_on = lambda a: (step.end_B > 0).reshape(-1, *(1,) * (a.ndim - 1))
+    cache = jax.tree.map(lambda a, b: jnp.where(is_on(b), a[:, :, None], b), written, cache)
+    gate = linear(x_BTD, w.w_gate).reshape(B, T, N, V)
+    o_BTNV = gated_norm(o.reshape(B, T, N, V), w.norm, gate, config.rms_norm_eps)
+    return linear(o_BTNV.reshape(B, T, -1), w.w_out), cache
+
+
+def mlp(x_BTD: Array, w: Mlp) -> Array:
+    """Partial sums over own F."""
+    h_BTF = jax.nn.silu(linear(x_BTD, w.w_gate)) * linear(x_BTD, w.w_up)
+    return linear(h_BTF, w.w_down)
+
+
+def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
+    """The X experts of each token: their weights and their indices in the router, both [M, X]."""
+    p_ME = jax.nn.softmax(linear(x_MD, w.router).astype(jnp.float32))
+    weight_MX, expert_MX = lax.top_k(p_ME, config.num_experts_per_tok)
+    weight_MX = weight_MX / weight_MX.sum(axis=-1, keepdims=True)
+    return weight_MX.astype(x_MD.dtype), expert_MX
+
+
+def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
+    """[rows, D] -> [rows, D]: each row through the MLP of its expert, whose matrix `dot` picks."""
+    return dot(jax.nn.silu(dot(x, w.w_gate)) * dot(x, w.w_up), w.w_down)
+
+
+def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
+    """The shared MLP times its gate, plus the weighted sum of each token's experts. A device
+    returns a partial sum, over its own experts and its own F. The sum over devices is this y_MD:
+
+        y_MD = jax.nn.sigmoid(x_MD @ w.shared_gate.T) * mlp(x_MD, w.shared)
+        for m in range(M):
+            for p, e in zip(weight_MX[m], expert_MX[m]):
+                y_MD = y_MD.at[m].add(p * expert(e, x_MD[m]))
+
+    Every device routes all tokens of its slots, those of empty slots too, and sorts the M * X rows
+    by expert. It computes the rows of its own experts, and all other rows are zeros."""
+    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    weight_MX, expert_MX = route(x_MD, w, config)
+    groups = group_by_expert(expert_MX, num_experts(w.experts))
+    dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=step.implementation)
+    y_MXD = experts(x_MD[groups.token], w.experts, dot)[groups.row]
+    y_MD = (y_MXD * weight_MX[..., None]).sum(axis=1)
+    shared_BTD = jax.nn.sigmoid(linear(x_BTD, w.shared_gate)) * mlp(x_BTD, w.shared)
+    return y_MD.reshape(x_BTD.shape) + shared_BTD
+
+
+@partial(jax.jit, static_argnames="config")
+def block(
+    x_BTD: Array, layer: Layer, cache: LayerCache | Recurrent, step: Step, config: Config
+) -> tuple[Array, LayerCache | Recurrent]:
+    h_BTD = rms_norm(x_BTD, layer.attn_norm, config.rms_norm_eps)
+    mix: Any = attention if isinstance(layer.mixer, Attention) else linear_attention
+    o_BTD, cache = mix(h_BTD, layer.mixer, cache, step, config)
+    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial sums over own heads -> replicated
+    h_BTD = rms_norm(x_BTD, layer.mlp_norm, config.rms_norm_eps)
+    w = layer.mlp
+    o_BTD = moe(h_BTD, w, step, config) if isinstance(w, Moe) else mlp(h_BTD, w)
+    x_BTD = x_BTD + lax.psum(o_BTD, MODEL)  # partial sums over own experts and F -> replicated
+    return x_BTD, cache
+
+
+def forward(
+    weights: Weights,
+    cache: tuple[LayerCache | Recurrent, ...],
+    tokens_BT: Array,
+    end_B: Array,
+    config: Config,
+    implementation: str = AUTO,
+    last_B: Array | None = None,
+) -> tuple[Array, tuple[LayerCache | Recurrent, ...]]:
+    """Appends T tokens to each slot, the last at position end_B - 1; skips a slot if its end_B is
+    0. Tokens of -1, behind the others, are padding. Returns float32 logits of the device's part of
+    the vocabulary, and the cache. The logits are [B, T, V]. With last_B, only token last_B[b] of
+    each slot gets logits, and they are [B, V].
+
+    For a loss, call this with implementation="reference", which is differentiable. Set the logits
+    of ids >= vocab_size, which only pad the vocabulary, to -inf. The log-sum-exp is
+    m + log(psum(sum(exp(logits - m)), MODEL)), where m = pmax(stop_gradient(max(logits)), MODEL).
+    The target's logit is a `psum` too: the device that has it adds it, the others add 0."""
+    position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
+    step = Step(end_B, tokens_BT >= 0, *rotary(position_BT, config), Impl(implementation))
+    x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
+    # This is a loop because XLA copies each layer's weights in a `lax.scan`: always on CPU, and on
+    # TPU if a Pallas kernel reads them. `block` is jitted: it is traced once per kind of layer.
+    for layer, layer_cache in zip(weights.layers, cache, strict=True):
+        x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config)
+        caches.append(layer_cache)
+    x = x_BTD if last_B is None else x_BTD[jnp.arange(len(last_B)), last_B]
+    x = rms_norm(x, weights.norm, config.rms_norm_eps)
+    head = weights.embed if weights.head is None else weights.head
+    return linear(x, head, jnp.float32), tuple(caches)
+
+
+def extend(
+    weights: Weights,
+    state: DecodeState,
+    tokens_BT: Array,
+    count_B: Array,
+    config: Config,
+    mesh: Mesh,
+    implementation: str = AUTO,
+) -> DecodeState:
+    """Appends the first count_B of T tokens, all int32, to each slot, and samples the next. The sum
+    of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
+    past count_B are padding. They are computed too, but no later token depends on them, because
+    their keys land at or past the slot's new length, or are dropped if past the capacity, and
+    because they leave states as they are."""
+
+    def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
+        end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
+        is_real_BT = jnp.arange(tokens_BT.shape[1]) < count_B[:, None]
+        tokens_BT = jnp.where(is_real_BT, tokens_BT, -1)
+        logits_BV, cache = forward(
+            weights, state.cache, tokens_BT, end_B, config, implementation, count_B - 1
+        )
+        length_B = state.length_B + count_B
+        token_B = sample(logits_BV, state.sampling, length_B, config.vocab_size, MODEL)
+        token_B = jnp.where(count_B > 0, token_B, state.token_B)
+        return DecodeState(cache, length_B, token_B, state.sampling)
+
+    specs = (specs_like(weights, weight_layout(config)), STATE_SPEC, P(DATA), P(DATA))
+    check = implementation in KERNEL_FREE  # shard_map cannot check the results of a Pallas kernel
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=STATE_SPEC, check_vma=check)
+    return sharded(weights, state, tokens_BT, count_B)
+
+
+STATIC = ("config", "mesh", "implementation")
+# `serve` prefills a prompt in pieces of 512 tokens, and pads the last piece to a power of two, so
+# that few values of T are compiled. The token sampled after the last piece begins the reply.
+prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
+
+
+def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
+    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`; -1 copies nothing.
+    Each copy stays on its data shard. slot_B holds indices into the shard's own slots. ValueError
+    if the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
+    return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
+
+
+@partial(jax.jit, static_argnames=STATIC, donate_argnames="state")
+def generate(
+    weights: Weights, state: DecodeState, *, config: Config, mesh: Mesh, implementation: str = AUTO
+) -> DecodeState:
+    """Appends the newest token of each slot, and samples the next. Empty slots and full ones, whose
+    length is the capacity, stay as they are. `state` is donated."""
+    is_on_B = (state.length_B > 0) & (state.length_B < capacity_of(state.cache))
+    tokens_BT, count_B = state.token_B[:, None], is_on_B.astype(jnp.int32)
+    return extend(weights, state, tokens_BT, count_B, config, mesh, implementation)
+
+
+# ---- what a loader needs: config.json, shapes and partitions, empty states, published names
+
+
+# The fields that the config.json of a dense model lacks.
+DENSE = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0) | dict(
+    shared_expert_intermediate_size=0
+)
+
+
+def config_from_hf(hf: dict[str, Any]) -> Config:
+    """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
+    dense = hf.get("model_type") == "qwen3_5_text"
+    fields = read_rope(
+        Config,
+        hf,
+        theta=10000.0,
+        rotated=0.25,
+        ignored=("mrope_section", "mrope_interleaved"),  # all three say the same about text
+    )
+    fields |= DENSE if dense else dict(intermediate_size=0)
+    config: Config = read_config(
+        Config,
+        hf,
+        model_types=("qwen3_5_text", "qwen3_5_moe_text"),
+        fields_read=fields,
+        accepted=dict(hidden_act=SILU, attention_bias=False),
+        ignored=("full_attention_interval",),
+    )
+    return config
+
+
+# Slots are split over `data`, and the cache of each layer also over MODEL, by heads.
+STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA), sampling=P(DATA))
+
+
+def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
+    """Shape and partition of every weight. If `shards` has several parts, zeros pad each split
+    dimension until its parts are equal. Key/value heads are repeated if there are too few. The axis
+    `expert` must divide the number of experts."""
+    c, n = config, shards.model
+    heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
+    q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
+    D, E, V = c.hidden_size, c.num_experts, round_up(c.vocab_size, n)
+    out, into = P(MODEL, None), P(None, MODEL)  # split by output, or by input
+
+    def dense(F: int) -> Mlp:
+        F = round_up(F, n)
+        return Mlp(matrix((F, D), out), matrix((F, D), out), matrix((D, F), into))
+
+    mlp: Any = dense(c.intermediate_size)
+    if E:
+        F = round_up(c.moe_intermediate_size, shards.tensor)
+        rows = stack((E, F, D), P(EXPERT, TENSOR, None))
+        of_experts = Mlp(rows, rows, stack((E, D, F), P(EXPERT, None, TENSOR)))
+        shared = dense(c.shared_expert_intermediate_size)
+        mlp = Moe(array((E, D)), of_experts, shared, array((1, D)))
+    attention = Attention(
+        wq=matrix((2 * q, D), out),
+        wk=matrix((kv, D), out),
+        wv=matrix((kv, D), out),
+        q_norm=norm(c.head_dim, initial=0.0),
+        k_norm=norm(c.head_dim, initial=0.0),
+        wo=matrix((D, q), into),
+    )
+    K, N = (len(x) for x in reversed(split_linear(c, n)))
+    C = 2 * K * c.linear_key_head_dim + N * c.linear_value_head_dim
+    values = N * c.linear_value_head_dim
+    recurrent = Linear(
+        w_qkv=matrix((C, D), out),
+        conv=array((C, 1, c.linear_conv_kernel_dim), P(MODEL, None, None)),
+        w_gate=matrix((values, D), out),
+        w_decay=array((N, D), out),
+        w_strength=array((N, D), out),
+        a_log=bias((N,), P(MODEL)),
+        dt_bias=bias((N,), P(MODEL)),
+        norm=norm(c.linear_value_head_dim),
+        w_out=matrix((D, values), into),
+    )
+    mixers = dict(full_attention=attention, linear_attention=recurrent)
+    at = norm(D, initial=0.0)
+    return Weights(
+        embed=vocab_rows((V, D), out),
+        layers=tuple(Layer(at, mixers[kind], at, mlp) for kind in c.layer_types),
+        norm=norm(D, initial=0.0),
+        head=None if c.tie_word_embeddings else vocab_rows((V, D), out),
+    )
+
+
+def split_linear(config: Config, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The value heads and the key heads of linear layers, as n devices hold them."""
+    return split_heads(config.linear_num_value_heads, config.linear_num_key_heads, n)
+
+
+def init_state(
+    config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
+) -> DecodeState:
+    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. States
+    are float32."""
+    c, n = config, shards.model
+    heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
+    shape = (slots, len(heads.kv), capacity, c.head_dim)
+    K, N = (len(x) for x in reversed(split_linear(c, n)))
+    H, V = c.linear_key_head_dim, c.linear_value_head_dim
+    recurrent = slots, N, H, V, 2 * K * H + N * V, c.linear_conv_kernel_dim
+    return DecodeState(
+        cache=tuple(
+            empty_cache(shape, dtype) if kind == FULL else empty_recurrent(*recurrent)
+            for kind in c.layer_types
+        ),
+        length_B=jnp.zeros(slots, jnp.int32),
+        token_B=jnp.zeros(slots, jnp.int32),
+        sampling=sampling_params(slots),
+    )
+
+
+def fused_order(config: Config, n: int) -> tuple[int, tuple[int, ...]]:
+    """The published rows of w_qkv, all queries, then all keys, then all values, as n devices hold
+    them: each its queries, its keys, its values. Returns the size of a block, and the blocks."""
+    c = config
+    size = math.gcd(c.linear_key_head_dim, c.linear_value_head_dim)
+    wide = [width // size for width in (c.linear_key_head_dim,) * 2 + (c.linear_value_head_dim,)]
+    values, keys = split_linear(c, n)
+    first = [0, c.linear_num_key_heads * wide[0], 2 * c.linear_num_key_heads * wide[0]]
+    blocks = list[int]()
+    for i in range(n):
+        for heads, at, width in zip((keys, keys, values), first, wide, strict=True):
+            count = len(heads) // n
+            for head in heads[i * count : (i + 1) * count]:
+                blocks += [at + head * width + j if head >= 0 else -1 for j in range(width)]
+    return size, tuple(blocks)
+
+
+def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
+    """Published name -> the weight that it becomes. An Order makes each device's heads contiguous.
+    None: the tensor is not loaded. `Same("x")`: it must equal weight x, and is not loaded."""
+    c, n = config, shards.model
+    heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
+    query, kv = (partial(Order, size=c.head_dim, blocks=blocks) for blocks in heads)
+    values = partial(Order, size=c.linear_value_head_dim, blocks=split_linear(c, n)[0])
+    of_heads = values(axis=0, size=1)
+    fused = Order(0, *fused_order(c, n))
+    return {
+        "model.embed_tokens.weight": "embed",
+        "model.layers.*.input_layernorm.weight": "layers.*.attn_norm",
+        "model.layers.*.self_attn.q_proj.weight": (
+            "layers.*.mixer.wq",
+            query(axis=0, size=2 * c.head_dim),
+        ),
+        "model.layers.*.self_attn.k_proj.weight": ("layers.*.mixer.wk", kv(axis=0)),
+        "model.layers.*.self_attn.v_proj.weight": ("layers.*.mixer.wv", kv(axis=0)),
+        "model.layers.*.self_attn.q_norm.weight": "layers.*.mixer.q_norm",
+        "model.layers.*.self_attn.k_norm.weight": "layers.*.mixer.k_norm",
+        "model.layers.*.self_attn.o_proj.weight": ("layers.*.mixer.wo", query(axis=1)),
+        "model.layers.*.linear_attn.in_proj_qkv.weight": ("layers.*.mixer.w_qkv", fused),
+        "model.layers.*.linear_attn.conv1d.weight": ("layers.*.mixer.conv", fused),
+        "model.layers.*.linear_attn.in_proj_z.weight": ("layers.*.mixer.w_gate", values(axis=0)),
+        "model.layers.*.linear_attn.in_proj_a.weight": ("layers.*.mixer.w_decay", of_heads),
+        "model.layers.*.linear_attn.in_proj_b.weight": ("layers.*.mixer.w_strength", of_heads),
+        "model.layers.*.linear_attn.A_log": ("layers.*.mixer.a_log", of_heads),
+        "model.layers.*.linear_attn.dt_bias": ("layers.*.mixer.dt_bias", of_heads),
+        "model.layers.*.linear_attn.norm.weight": "layers.*.mixer.norm",
+        "model.layers.*.linear_attn.out_proj.weight": ("layers.*.mixer.w_out", values(axis=1)),
+        "model.layers.*.post_attention_layernorm.weight": "layers.*.mlp_norm",
+        "model.layers.*.mlp.gate_proj.weight": "layers.*.mlp.w_gate",
+        "model.layers.*.mlp.up_proj.weight": "layers.*.mlp.w_up",
+        "model.layers.*.mlp.down_proj.weight": "layers.*.mlp.w_down",
+        "model.layers.*.mlp.gate.weight": "layers.*.mlp.router",
+        "model.layers.*.mlp.experts.*.gate_proj.weight": "layers.*.mlp.experts.w_gate",
+        "model.layers.*.mlp.experts.*.up_proj.weight": "layers.*.mlp.experts.w_up",
+        "model.layers.*.mlp.experts.*.down_proj.weight": "layers.*.mlp.experts.w_down",
+        "model.layers.*.mlp.shared_expert.gate_proj.weight": "layers.*.mlp.shared.w_gate",
+        "model.layers.*.mlp.shared_expert.up_proj.weight": "layers.*.mlp.shared.w_up",
+        "model.layers.*.mlp.shared_expert.down_proj.weight": "layers.*.mlp.shared.w_down",
+        "model.layers.*.mlp.shared_expert_gate.weight": "layers.*.mlp.shared_gate",
+        "model.norm.weight": "norm",
+        "lm_head.weight": Same("embed") if c.tie_word_embeddings else "head",
+    }
