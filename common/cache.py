@@ -100,19 +100,24 @@ def places(cache: LayerCache) -> int:
     return jax.tree.leaves(cache)[0].shape[2]
 
 
-def capacity_of(cache: tuple[LayerCache, ...]) -> int:
+def capacity_of(cache: tuple[Any, ...]) -> int:
     """How many positions a slot can hold: unlimited (the largest int32) if all layers are rings.
     Called outside `shard_map`, where shapes are global."""
     return min((places(x) for x in cache if x.ring is None), default=np.iinfo(np.int32).max)
 
 
-def shortest_beginning(cache: tuple[LayerCache, ...], written: int) -> int:
+def shortest_beginning(cache: tuple[Any, ...], written: int) -> int:
     """The least n for which a slot can still be continued from its first n tokens, after `written`
     positions were written to it. It is 0 if no ring has overwritten a position yet. A ring of S
     places holds the last S positions that were written, and token n sees `reach` positions: those
     from n - reach + 1 on."""
     rings = [(places(layer), layer.ring.reach) for layer in cache if layer.ring is not None]
     return max((written - S + reach - 1 for S, reach in rings if written > S), default=0)
+
+
+def real_tokens(tokens_BT: Array, count_B: Array) -> Array:
+    """The first count_B of T tokens of each slot, with -1 for the padding behind them."""
+    return jnp.where(jnp.arange(tokens_BT.shape[1]) < count_B[:, None], tokens_BT, -1)
 
 
 # ---- writing

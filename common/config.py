@@ -240,18 +240,21 @@ def checked(value: Any, annotation: Any, where: str) -> Any:
 # ---- parts of config.json that several families have
 
 
-def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a multimodal config.json that says how text is computed. The quantization_config
-    may be in it or next to it, where nothing else changes how text is computed."""
-    accepted, beside = ONLY | dict(tie_word_embeddings=False), filter(IMAGES.match, hf)
+def text_config(hf: Mapping[str, Any], *, tied: Any = False) -> dict[str, Any]:
+    """The part of a multimodal config.json that says how text is computed. Two settings may be in
+    it or next to it, where nothing else changes how text is computed: quantization_config, and
+    tie_word_embeddings, of which `tied` is the value, or a tuple of those, that is implemented."""
+    accepted, beside = ONLY | dict(tie_word_embeddings=tied), filter(IMAGES.match, hf)
     check_accepted(hf, accepted)
-    packing, inner = "quantization_config", "text_config.quantization_config"
-    refuse_unknown(hf, {"model_type", "text_config", packing, *accepted, *INERT, *beside})
-    text = checked(hf.get("text_config"), Mapping, "text_config")
+    either = ("quantization_config", "tie_word_embeddings")
+    refuse_unknown(hf, {"model_type", "text_config", *either, *accepted, *INERT, *beside})
+    text = dict(checked(hf.get("text_config"), Mapping, "text_config"))
     check_accepted(text, accepted, "text_config.")
-    both = {packing: hf.get(packing), inner: text.get(packing)}
-    packed = {packing: both[spelling(both, packing, inner)]}
-    return {"model_type": f"{hf['model_type']}_text", **text, **packed}
+    for key in either:
+        both = {key: hf.get(key), f"text_config.{key}": text.get(key)}
+        if (value := both[spelling(both, *both)]) is not None:
+            text[key] = value
+    return {"model_type": f"{hf['model_type']}_text", **text}
 
 
 def is_fp8(hf: Mapping[str, Any], projections: Collection[str]) -> bool:

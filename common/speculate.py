@@ -16,6 +16,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from common.kernels.dispatch import AUTO, KERNEL_FREE
+from common.recurrent import is_recurrent
 from common.sampling import RULES_SPEC, Rules, Sampling, Scores, count_token, ruled, sample, scores
 from common.sharding import DATA, MODEL, P
 from common.weights import specs_like
@@ -184,13 +185,18 @@ def draft(
 ) -> tuple[Array, Any]:
     """Decodes K tokens [B, K] after the newest of each slot of `main`, the state of another model.
     Returns this model's own state, too. The token before the newest is appended once more: the
-    cache lacks it if all drafts of the last step were right."""
+    cache lacks it if all drafts of the last step were right. A recurrent layer can go back to the
+    beginning of its newest step alone, so there each step begins anew with all of these tokens."""
     before_B, drafts = jnp.maximum(main.length_B - 1, 0), []
     tokens_BT = jnp.take_along_axis(text_BS, before_B[:, None] + jnp.arange(2), axis=1)
     state = state._replace(length_B=before_B, sampling=main.sampling)
     for _ in range(K):
         count_B = jnp.where(main.length_B > 0, tokens_BT.shape[1], 0)
         state = model.prefill(weights, state, tokens_BT, count_B, config=config, **where)
-        tokens_BT = state.token_B[:, None]
-        drafts.append(tokens_BT)
+        drafts.append(state.token_B[:, None])
+        if is_recurrent(state.cache):
+            tokens_BT = jnp.concatenate([tokens_BT, drafts[-1]], axis=1)
+            state = state._replace(length_B=before_B)
+        else:
+            tokens_BT = drafts[-1]
     return jnp.concatenate(drafts, axis=1), state

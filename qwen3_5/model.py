@@ -49,15 +49,24 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from common.cache import LayerCache, append, attend, capacity_of, copy_slots, empty_cache
-from common.config import SILU, read_config, read_rope
+from common.cache import (
+    LayerCache,
+    append,
+    attend,
+    capacity_of,
+    copy_slots,
+    empty_cache,
+    real_tokens,
+)
+from common.config import SILU, is_fp8, read_config, read_rope, text_config
 from common.experts import group_by_expert, num_experts
 from common.fields import at_most, divides, one_each
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
-from common.names import Order, Same, Table
+from common.names import Order, Same, Table, fp8_table
+from common.packing import Packing, read_packing
 from common.products import embed_rows, linear
-from common.quant import Matrix, out_features
+from common.quant import FP8_BLOCK, Fp8, Matrix, out_features
 from common.recurrent import PENDING, Recurrent, empty_recurrent, from_each, past
 from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, P, Shards, round_up, split_heads
@@ -91,6 +100,9 @@ class Config(NamedTuple):
     num_experts_per_tok: Annotated[int, at_most("num_experts")]
     moe_intermediate_size: int
     shared_expert_intermediate_size: int
+    fp8: bool  # quantization_config: the projections are published in 8-bit floats
+    packing: Packing | None  # quantization_config: others quantised the matrices
+    multimodal: bool  # the files also hold a vision tower
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 32768
@@ -459,8 +471,7 @@ def extend(
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
-        is_real_BT = jnp.arange(tokens_BT.shape[1]) < count_B[:, None]
-        tokens_BT = jnp.where(is_real_BT, tokens_BT, -1)
+        tokens_BT = real_tokens(tokens_BT, count_B)
         logits_BV, cache = forward(
             weights, state.cache, tokens_BT, end_B, config, implementation, count_B - 1
         )
@@ -502,6 +513,11 @@ def generate(
 # ---- what a loader needs: config.json, shapes and partitions, empty states, published names
 
 
+# Either all of these are published in fp8, or none.
+PROJECTIONS = {
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("in_proj_qkv", "in_proj_z", "out_proj"),
+}
 # The fields that the config.json of a dense model lacks.
 DENSE = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0) | dict(
     shared_expert_intermediate_size=0
@@ -510,24 +526,32 @@ DENSE = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_s
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
     """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
-    dense = hf.get("model_type") == "qwen3_5_text"
-    fields = read_rope(
+    is_multimodal = hf.get("model_type") in ("qwen3_5", "qwen3_5_moe")
+    text = text_config(hf, tied=(False, True)) if is_multimodal else hf
+    # Positions in an image have three parts, and each rotates a section. Those in a text are equal.
+    sections = ("mrope_section", "mrope_interleaved")
+    fields = read_rope(Config, text, theta=10000.0, rotated=0.25, ignored=sections)
+    packing = read_packing(text, others=("fp8",))
+    fields |= dict(packing=packing, fp8=packing is None and is_fp8(text, PROJECTIONS))
+    fields |= DENSE if text.get("model_type") == "qwen3_5_text" else dict(intermediate_size=0)
+    return read_config(
         Config,
-        hf,
-        theta=10000.0,
-        rotated=0.25,
-        ignored=("mrope_section", "mrope_interleaved"),  # all three say the same about text
-    )
-    fields |= DENSE if dense else dict(intermediate_size=0)
-    config: Config = read_config(
-        Config,
-        hf,
+        text,
         model_types=("qwen3_5_text", "qwen3_5_moe_text"),
-        fields_read=fields,
-        accepted=dict(hidden_act=SILU, attention_bias=False),
-        ignored=("full_attention_interval",),
+        fields_read=fields | dict(multimodal=is_multimodal),
+        accepted=dict(
+            hidden_act=SILU,
+            attention_bias=False,
+            attn_output_gate=True,
+            mamba_ssm_dtype="float32",
+            mlp_only_layers=[],
+        ),
+        ignored=(
+            "full_attention_interval",
+            "mtp_num_hidden_layers",
+            "mtp_use_dedicated_embeddings",
+        ),
     )
-    return config
 
 
 # Slots are split over `data`, and the cache of each layer also over MODEL, by heads.
@@ -536,48 +560,51 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. If `shards` has several parts, zeros pad each split
-    dimension until its parts are equal. Key/value heads are repeated if there are too few. The axis
-    `expert` must divide the number of experts."""
-    c, n = config, shards.model
+    dimension until its parts are equal. In fp8 a part is made of whole blocks. Key/value heads
+    are repeated if there are too few. The axis `expert` must divide the number of experts."""
+    c, n, fp8 = config, shards.model, Fp8 if config.fp8 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
     D, E, V = c.hidden_size, c.num_experts, round_up(c.vocab_size, n)
     out, into = P(MODEL, None), P(None, MODEL)  # split by output, or by input
 
+    def whole(F: int, parts: int) -> int:
+        return round_up(F, parts * FP8_BLOCK if fp8 and parts > 1 else parts)
+
     def dense(F: int) -> Mlp:
-        F = round_up(F, n)
-        return Mlp(matrix((F, D), out), matrix((F, D), out), matrix((D, F), into))
+        F = whole(F, n)
+        return Mlp(matrix((F, D), out, fp8), matrix((F, D), out, fp8), matrix((D, F), into, fp8))
 
     mlp: Any = dense(c.intermediate_size)
     if E:
-        F = round_up(c.moe_intermediate_size, shards.tensor)
-        rows = stack((E, F, D), P(EXPERT, TENSOR, None))
-        of_experts = Mlp(rows, rows, stack((E, D, F), P(EXPERT, None, TENSOR)))
+        F = whole(c.moe_intermediate_size, shards.tensor)
+        rows = stack((E, F, D), P(EXPERT, TENSOR, None), fp8)
+        of_experts = Mlp(rows, rows, stack((E, D, F), P(EXPERT, None, TENSOR), fp8))
         shared = dense(c.shared_expert_intermediate_size)
         mlp = Moe(array((E, D)), of_experts, shared, array((1, D)))
     attention = Attention(
-        wq=matrix((2 * q, D), out),
-        wk=matrix((kv, D), out),
-        wv=matrix((kv, D), out),
+        wq=matrix((2 * q, D), out, fp8),
+        wk=matrix((kv, D), out, fp8),
+        wv=matrix((kv, D), out, fp8),
         q_norm=norm(c.head_dim, initial=0.0),
         k_norm=norm(c.head_dim, initial=0.0),
-        wo=matrix((D, q), into),
+        wo=matrix((D, q), into, fp8),
     )
     K, N = (len(x) for x in reversed(split_linear(c, n)))
     C = 2 * K * c.linear_key_head_dim + N * c.linear_value_head_dim
     values = N * c.linear_value_head_dim
     recurrent = Linear(
-        w_qkv=matrix((C, D), out),
+        w_qkv=matrix((C, D), out, fp8),
         conv=array((C, 1, c.linear_conv_kernel_dim), P(MODEL, None, None)),
-        w_gate=matrix((values, D), out),
+        w_gate=matrix((values, D), out, fp8),
         w_decay=array((N, D), out),
         w_strength=array((N, D), out),
         a_log=bias((N,), P(MODEL)),
         dt_bias=bias((N,), P(MODEL)),
         norm=norm(c.linear_value_head_dim),
-        w_out=matrix((D, values), into),
+        w_out=matrix((D, values), into, fp8),
     )
-    mixers = dict(full_attention=attention, linear_attention=recurrent)
+    mixers: Any = dict(full_attention=attention, linear_attention=recurrent)
     at = norm(D, initial=0.0)
     return Weights(
         embed=vocab_rows((V, D), out),
@@ -633,14 +660,15 @@ def fused_order(config: Config, n: int) -> tuple[int, tuple[int, ...]]:
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> the weight that it becomes. An Order makes each device's heads contiguous.
-    None: the tensor is not loaded. `Same("x")`: it must equal weight x, and is not loaded."""
+    None: the tensor is not loaded. `Same("x")`: it must equal weight x, and is not loaded.
+    `prefix.**` stands for all names with that prefix."""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     query, kv = (partial(Order, size=c.head_dim, blocks=blocks) for blocks in heads)
     values = partial(Order, size=c.linear_value_head_dim, blocks=split_linear(c, n)[0])
     of_heads = values(axis=0, size=1)
     fused = Order(0, *fused_order(c, n))
-    return {
+    table: Table = {
         "model.embed_tokens.weight": "embed",
         "model.layers.*.input_layernorm.weight": "layers.*.attn_norm",
         "model.layers.*.self_attn.q_proj.weight": (
@@ -675,4 +703,11 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         "model.layers.*.mlp.shared_expert_gate.weight": "layers.*.mlp.shared_gate",
         "model.norm.weight": "norm",
         "lm_head.weight": Same("embed") if c.tie_word_embeddings else "head",
+        "mtp.**": None,
     }
+    if c.multimodal:
+        inner = "model.language_model."
+        table = {name.replace("model.", inner, 1): target for name, target in table.items()}
+        table["model.visual.**"] = None
+    # In fp8 each projection is stored as two tensors: values, and the scales of their blocks.
+    return fp8_table(table, PROJECTIONS, shards) if c.fp8 else table

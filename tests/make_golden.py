@@ -34,7 +34,10 @@ LENGTHS = (1, 2, 17, 40, 64)
 NEW = 12
 DISTINCT = 6  # fewest distinct tokens in a continuation: one that repeats itself tests little
 ATTEMPTS = 2000  # prompts tried for each length
-PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight")  # published in fp8
+PROJECTIONS = (  # published in fp8
+    *("_proj.weight", "_proj_with_mqa.weight"),
+    *("in_proj_qkv.weight", "in_proj_z.weight"),
+)
 BESIDE_ROPE_SCALING = ("rope_theta", "partial_rotary_factor")  # older files keep these outside it
 MARGIN = 0.005  # least gap between the two best logits of a greedy step: far above float noise
 

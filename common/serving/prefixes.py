@@ -37,6 +37,7 @@ class Text:
     arrays: Any = None  # their caches, in a place without a slot
     used: int = 0  # the time of the last use, as `Prefixes` counts it
     salt: str = ""  # only a prompt with the same one can start from this text
+    state_at: int = 0  # the one length from which recurrent layers continue, if there are any
 
     def __post_init__(self) -> None:
         self.keys = [*beginnings(self.tokens, self.salt)]
@@ -109,6 +110,13 @@ def longest(prefixes: Prefixes, tokens: Sequence[int], salt: str = "") -> tuple[
         if best[0] >= n:
             break
     return best[2], best[0]
+
+
+def known(prefixes: Prefixes, tokens: Sequence[int], salt: str = "") -> int:
+    """How many of the first tokens some place holds, in whole blocks, even if it cannot be
+    continued from there."""
+    keys = takewhile(prefixes.holders.__contains__, beginnings(tokens, salt))
+    return BLOCK * sum(1 for _ in keys)
 
 
 def is_covered(prefixes: Prefixes, place: Place) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from common.cache import APPENDED
+from common.cache import APPENDED, real_tokens
 from common.kernels.dispatch import AUTO, KERNEL_FREE
 from common.sampling import RULES_SPEC, Rules, Scores, ruled, sample, scores
 from common.serving.load import Model, cache_dtype, init_state
@@ -91,7 +91,8 @@ def prefill_asked(
     ) -> Any:
         is_on_B, length_B, scored = count_B > 0, state.length_B + count_B, None
         end_B = jnp.where(is_on_B, state.length_B + tokens_BT.shape[1], 0)
-        given: Any = weights, state.cache, tokens_BT, end_B, config, implementation
+        real_BT = real_tokens(tokens_BT, count_B)
+        given: Any = weights, state.cache, real_BT, end_B, config, implementation
         logits, cache = model.forward(*given, count_B - 1 if after_B is None else None)
         last = jnp.arange(len(count_B)), count_B - 1
         last_BV = ruled(logits if after_B is None else logits[last], rules, MODEL)

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from common.cache import shortest_beginning
+from common.recurrent import PENDING, is_recurrent
 from common.sampling import LIKELIEST, PARAMETERS, PENALTIES, check
 from common.serving.load import Model, cache_dtype, check_fits, init_state
 from common.serving.prefixes import HOST, KEPT, Prefixes, Text
@@ -101,6 +102,7 @@ class Work:
     speech: Speech | None  # the text of the reply; None without a tokenizer
     text: Text = field(default_factory=Text)  # what others can reuse of it
     cached: int = 0  # how many prompt tokens are read
+    keep_at: Collection[int] = ()  # the lengths at which the states of recurrent layers are kept
     ended: bool = False  # or given up
     scores: list[Score] = field(default_factory=list)  # of the prompt and of the first token
     counts: Counts = field(default_factory=Counts)
@@ -184,6 +186,7 @@ class Session:
     logprobs: bool  # whether requests may ask for them
     gain: Gain | None  # if drafts are turned off where they do not pay
     prefixes: list[Prefixes]  # what each data shard holds
+    recurrent: bool  # whether layers have a state, which can be continued only where it was kept
     seen_BV: jax.Array | None = None  # of `Rules`, for all slots, once a request has a penalty
     arrived: list[tuple[int, Request | None]] = field(default_factory=list)  # None: given up
     works: dict[int, Work] = field(default_factory=dict)  # all that have not ended, by number
@@ -267,6 +270,9 @@ def start_session(
     prompts = states(rows)
     publish((prompts[0].token_B, None), mesh)  # compiles it before anything is timed
     caches = jax.eval_shape(lambda: [state.cache for state in prompts])
+    recurrent = any(map(is_recurrent, caches))
+    if recurrent and draft is not None and draft_tokens >= PENDING:
+        raise ValueError(f"with recurrent layers at most {PENDING - 1} tokens are drafted at once")
     slot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches)) // rows
     by_shard, text_BS = NamedSharding(mesh, P(DATA)), None
     if draft is not None:
@@ -286,12 +292,16 @@ def start_session(
         logprobs=logprobs,
         gain=Gain() if draft == "auto" else None,
         prefixes=[Prefixes(partial(usable, caches, reuse_multiple)) for _ in range(rows)],
+        recurrent=recurrent,
     )
 
 
 def usable(caches: Sequence[Any], multiple: int, text: Text, n: int) -> int:
     """How many of the first n tokens of a text another one can start from: a multiple of
-    `multiple`. It is 0 if a layer with a window or a chunk may have overwritten what is needed."""
+    `multiple`. It is 0 if a layer with a window or a chunk may have overwritten what is needed. A
+    recurrent layer continues only from where its state stands."""
+    if any(map(is_recurrent, caches)):
+        return text.state_at if text.state_at <= n else 0
     # Padding and drafts may have written fewer positions than a chunk has, behind the text.
     n, end = n // multiple * multiple, text.written + PROMPT_CHUNK
     return n if all(n >= shortest_beginning(cache, end) for cache in caches) else 0

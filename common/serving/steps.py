@@ -15,14 +15,14 @@ from jax.sharding import NamedSharding
 from common.cache import COPY_BLOCK, copy_prefixes
 from common.sampling import INVALID, PARAMETERS, RULES_SPEC, sampling_params
 from common.serving import prefixes
-from common.serving.prefixes import HOST, KEPT, READING, SLOT, Place, Text
+from common.serving.prefixes import HOST, KEPT, PROMPT, READING, SLOT, Place, Text
 from common.serving.rules import rules_of, seen_tokens
 from common.serving.score import prefill_asked, score_of
 from common.serving.session import PROMPT_CHUNK, Ahead, Request, Session, Work, publish, timed
 from common.speculate import decode
 
 SMALLEST_BUCKET = 32
-AFTER = {SLOT: (KEPT, HOST), KEPT: (HOST,), HOST: ()}  # tiers
+AFTER = {PROMPT: (KEPT, HOST), SLOT: (KEPT, HOST), KEPT: (HOST,), HOST: ()}  # tiers
 MEMORY = {KEPT: "device", HOST: "pinned_host"}
 
 
@@ -35,6 +35,10 @@ def begin(session: Session, row: int, work: Work, place: Place, length: int) -> 
         # A ring is copied as a whole, so it may hold later positions of the other text.
         work.text.written = index.texts[place].written
     work.cached, work.counts = length, work.counts._replace(cached=length)
+    if session.recurrent:  # at the last whole chunk, and where another prompt went on differently
+        shared = prefixes.known(index, work.tokens, work.request.cache_salt)
+        ends = shared, len(work.tokens) - 1
+        work.keep_at = [n // PROMPT_CHUNK * PROMPT_CHUNK for n in ends]
     session.reading[row] = work
     session.stats.cached_tokens += length
     session.stats.prefill_tokens += len(work.tokens) - length
@@ -96,6 +100,9 @@ def prefill(session: Session) -> None:
                 for row, work in together.items():
                     n, T = work.request.logprobs or 0, range(count_B[row])
                     work.scores += [score_of(scores, row, t, n) for t in T]
+        for row, work in together.items():
+            if work.cached in work.keep_at:
+                keep_state(session, row, work)
         if session.read:
             new = publish((session.prompts[0].token_B, None), model.mesh)
             session.ahead = Ahead(new, session.read)
@@ -186,7 +193,7 @@ def generate(session: Session) -> None:
 def drop_ended(session: Session) -> None:
     """Frees the slots of requests that have ended, or were given up. A text stays in its slot until
     that is needed; the newest token is not in the cache."""
-    ended = {slot: work for slot, work in session.running.items() if work.ended}
+    ended, state = {n: x for n, x in session.running.items() if x.ended}, session.states[0]
     for slot, work in ended.items():
         row, number = divmod(slot, session.per_row)
         index, place = session.prefixes[row], Place(SLOT, number)
@@ -195,12 +202,16 @@ def drop_ended(session: Session) -> None:
         elif session.reuse_multiple > 1:  # a decoded text may differ from a read one by rounding
             prefixes.use(index, place)
         else:
-            text = Text(work.tokens[:-1], work.text.written, salt=work.request.cache_salt)
+            # A step of several tokens may have gone on behind the last one that counts.
+            is_at_end = work.made and session.text_BS is None and not hasattr(state, "new_BT")
+            end = len(work.tokens) - 1 if is_at_end else 0
+            salt = work.request.cache_salt
+            text = Text(work.tokens[:-1], work.text.written, salt=salt, state_at=end)
             prefixes.hold(index, place, text)
         del session.running[slot]
     if ended:
         keep_B = np.isin(np.arange(session.slots), [*session.running])
-        keep_B, state = jax.device_put(keep_B, session.by_shard), session.states[0]
+        keep_B = jax.device_put(keep_B, session.by_shard)
         hot_B = state.sampling.temperature_B * keep_B  # `sample` need not search for an empty slot
         sampling = state.sampling._replace(temperature_B=hot_B)
         session.states[0] = state._replace(length_B=state.length_B * keep_B, sampling=sampling)
@@ -267,8 +278,9 @@ def size_of(arrays: Any) -> int:
     return sum(x.size * x.dtype.itemsize // x.shape[0] for x in likes)
 
 
-def take(session: Session, row: int, slot: int, length: int) -> Any:
-    """A copy of the first `length` positions of a slot, with room up to the next power of two."""
+def take(session: Session, row: int, place: Place, length: int) -> Any:
+    """A copy of the first `length` positions of a slot, or of where prompts are read, with room up
+    to the next power of two."""
     size = min(session.capacity, max(COPY_BLOCK, 1 << (length - 1).bit_length()))
 
     def room(x: jax.Array) -> jax.Array:
@@ -276,8 +288,9 @@ def take(session: Session, row: int, slot: int, length: int) -> Any:
         shape = session.rows, x.shape[1], x.shape[2] // own * min(own, size), *x.shape[3:]
         return jnp.zeros(shape, x.dtype, device=x.sharding)
 
-    caches = tuple(state.cache for state in session.states)
-    at = (only(session, row, n) for n in (slot, 0, length))
+    states = session.prompts if place.tier == PROMPT else session.states
+    caches = tuple(state.cache for state in states)
+    at = (only(session, row, n) for n in (place.number, 0, length))
     held = copy_prefixes(jax.tree.map(room, caches), caches, *at, **placement(session))
     return jax.tree.map(partial(shard_of, row=row), held)
 
@@ -290,13 +303,21 @@ def empty(session: Session, row: int, place: Place) -> None:
     prefixes.forget(index, place)
 
 
+def keep_state(session: Session, row: int, work: Work) -> None:
+    """Keeps what is read of a prompt so far, unless it is kept already."""
+    index, n = session.prefixes[row], work.cached
+    text = Text(work.tokens[:n], n, salt=work.request.cache_salt, state_at=n)
+    prefixes.hold(index, READING, text)
+    empty(session, row, READING)
+
+
 def keep(session: Session, row: int, place: Place) -> None:
     """Moves a text to the next tier that is large enough. `least_missed` picks what leaves that."""
     index, room = session.prefixes[row], session.room
     text, tiers = index.texts[place], [tier for tier in AFTER[place.tier] if room[tier]]
     if not tiers:
         return
-    arrays = text.arrays or take(session, row, place.number, len(text.tokens))
+    arrays = text.arrays or take(session, row, place, len(text.tokens))
     size = size_of(arrays)
     tier = next((tier for tier in tiers if size <= room[tier]), None)
     if tier is None:
