@@ -24,6 +24,7 @@ from benchmarks.prompts import PROMPTS, SAMPLED
 from benchmarks.worker import prompt_ids
 from common.command.cli import mistakes_on_one_line
 from common.command.environment import configure_jax
+from common.fields import with_layers
 from common.serving.load import Model, load
 from common.serving.serve import cancel, is_busy, serve, step, submit
 from common.serving.session import Request, Session, Stats, start_session
@@ -136,7 +137,7 @@ def converse(session: Session, rng: Any) -> None:
 
 def drafts(model: Model, args: argparse.Namespace) -> Iterator[str]:
     """Rows of a table: tokens per second with drafts, and how many times as many that is."""
-    half = model.config._replace(num_hidden_layers=model.config.num_hidden_layers // 4)
+    half = with_layers(model.config, model.config.num_hidden_layers // 4)
     weights = model.weights._replace(layers=model.weights.layers[: half.num_hidden_layers])
     sources: dict[str, Any] = {
         "none": None,

@@ -8,7 +8,7 @@ another name of its key, and how the field relates to another one:
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 Index = Annotated[int, range(2**31)]
 Even = Annotated[int, range(2, 2**31, 2)]
@@ -32,3 +32,16 @@ def at_most(other: str) -> Relation:
 
 def one_each(other: str) -> Relation:
     return Relation(other, lambda x, y: len(x) == y, "must have as many entries as")
+
+
+def with_layers(config: Any, n: int) -> Any:
+    """The config of a model that has the first n layers alone. A field that has an entry for each
+    layer, as `one_each("num_hidden_layers")` declares, is cut."""
+    lists = [
+        name
+        for name, hint in get_type_hints(type(config), include_extras=True).items()
+        for rule in getattr(hint, "__metadata__", ())
+        if isinstance(rule, Relation) and rule[::2] == one_each("num_hidden_layers")[::2]
+    ]
+    cut = {name: getattr(config, name)[:n] for name in lists}
+    return config._replace(num_hidden_layers=n, **cut)

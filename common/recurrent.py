@@ -50,6 +50,13 @@ def is_recurrent(cache: tuple[Any, ...]) -> bool:
     return any(isinstance(layer, Recurrent) for layer in cache)
 
 
+def newest_steps(cache: tuple[Any, ...]) -> Array | None:
+    """The lengths, int32 [B], at which the newest step of each slot began; None if no layer is
+    recurrent."""
+    found = [layer.length[:, 0, 0] for layer in cache if isinstance(layer, Recurrent)]
+    return found[0] if found else None
+
+
 def past(cache: Recurrent, start_B: Array) -> Past:
     """What a slot holds before position start_B. At 0 that is nothing, although nothing was
     cleared. It is NaN if the state cannot go to that position: the reply then ends as invalid."""

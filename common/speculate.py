@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from common.kernels.dispatch import AUTO, KERNEL_FREE
-from common.recurrent import is_recurrent
+from common.recurrent import newest_steps
 from common.sampling import RULES_SPEC, Rules, Sampling, Scores, count_token, ruled, sample, scores
 from common.sharding import DATA, MODEL, P
 from common.weights import specs_like
@@ -185,18 +185,25 @@ def draft(
 ) -> tuple[Array, Any]:
     """Decodes K tokens [B, K] after the newest of each slot of `main`, the state of another model.
     Returns this model's own state, too. The token before the newest is appended once more: the
-    cache lacks it if all drafts of the last step were right. A recurrent layer can go back to the
-    beginning of its newest step alone, so there each step begins anew with all of these tokens."""
-    before_B, drafts = jnp.maximum(main.length_B - 1, 0), []
-    tokens_BT = jnp.take_along_axis(text_BS, before_B[:, None] + jnp.arange(2), axis=1)
-    state = state._replace(length_B=before_B, sampling=main.sampling)
+    cache lacks it if all drafts of the last step were right. Recurrent layers can only go back to
+    where their newest step began, so they take all tokens anew in each step. Behind a prompt they
+    do not lack that token, and cannot go back to it."""
+    recurrent, row_B = newest_steps(state.cache), jnp.arange(len(main.length_B))
+    start_B, drafts = jnp.maximum(main.length_B - 1, 0), list[Array]()
+    if recurrent is not None:
+        start_B = jnp.maximum(start_B, recurrent)
+    count_B = main.length_B + 1 - start_B
+    tokens_BT = jnp.take_along_axis(text_BS, start_B[:, None] + jnp.arange(2), axis=1)
+    state = state._replace(sampling=main.sampling)
     for _ in range(K):
-        count_B = jnp.where(main.length_B > 0, tokens_BT.shape[1], 0)
-        state = model.prefill(weights, state, tokens_BT, count_B, config=config, **where)
-        drafts.append(state.token_B[:, None])
-        if is_recurrent(state.cache):
-            tokens_BT = jnp.concatenate([tokens_BT, drafts[-1]], axis=1)
-            state = state._replace(length_B=before_B)
+        given = state._replace(length_B=start_B), tokens_BT, count_B * (main.length_B > 0)
+        state = model.prefill(weights, *given, config=config, **where)
+        drafts.append(state.token_B)
+        if recurrent is None:
+            start_B, tokens_BT = state.length_B, state.token_B[:, None]
+            count_B = jnp.ones_like(count_B)
         else:
-            tokens_BT = drafts[-1]
-    return jnp.concatenate(drafts, axis=1), state
+            tokens_BT = jnp.pad(tokens_BT, ((0, 0), (0, 1)))
+            tokens_BT = tokens_BT.at[row_B, count_B].set(state.token_B)
+            count_B += 1
+    return jnp.stack(drafts, axis=1), state

@@ -9,6 +9,7 @@ class Family(NamedTuple):
     of the errors divided by that of the logits, over all positions of all prompts."""
 
     precise: tuple[str, str]  # variants that test precision; the first on tensor=2
+    served: tuple[str, str, str]  # for sessions: a variant, a mesh, and the dtype of the cache
     bf16: float
     int8_weights: float
     int8_cache: float
@@ -22,13 +23,40 @@ class Family(NamedTuple):
 # "scout" chooses one expert in every layer, so one other choice changes all that follows, and its
 # error measures nothing.
 FAMILIES = {
-    "gpt2": Family(("prefixed", "hub"), 0.013, 0.018, 0.006, 0.021, atol=3e-5, shown=True),
-    "llama3": Family(("scaled", "tied"), 0.045, 0.07, 0.028, 0.086, shown=True),
-    "qwen3": Family(("yarn", "moe"), 0.045, 0.044, 0.02, 0.048, shown=True),
-    "gpt_oss": Family(("plain", "mxfp4"), 0.06, 0.083, 0.033, 0.1, shown=True),
-    "llama4": Family(("text", "maverick"), 0.03, 0.05, 0.024, 0.055, shown=True),
-    "deepseek_r1": Family(("yarn", "v2"), 0.11, 0.115, 0.08, 0.14, shown=True),
-    "qwen3_5": Family(("dense", "moe"), 1.0, 1.0, 1.0, 1.0),
-    "kimi_k2": Family(("yarn", "plain"), 0.085, 0.09, 0.072, 0.115, shown=True),
+    "gpt2": Family(
+        ("prefixed", "hub"),
+        ("prefixed", "", "float32"),
+        0.013,
+        0.018,
+        0.006,
+        0.021,
+        atol=3e-5,
+        shown=True,
+    ),
+    "llama3": Family(
+        ("scaled", "tied"),
+        ("scaled", "data=2,tensor=2", "int8"),
+        0.045,
+        0.07,
+        0.028,
+        0.086,
+        shown=True,
+    ),
+    "qwen3": Family(
+        ("yarn", "moe"), ("moe", "data=2", "float32"), 0.045, 0.044, 0.02, 0.048, shown=True
+    ),
+    "gpt_oss": Family(
+        ("plain", "mxfp4"), ("plain", "tensor=2", "float32"), 0.06, 0.083, 0.033, 0.1, shown=True
+    ),
+    "llama4": Family(
+        ("text", "maverick"), ("text", "", "float32"), 0.03, 0.05, 0.024, 0.055, shown=True
+    ),
+    "deepseek_r1": Family(
+        ("yarn", "v2"), ("yarn", "data=2,tensor=2", "float32"), 0.11, 0.115, 0.08, 0.14, shown=True
+    ),
+    "qwen3_5": Family(("dense", "moe"), ("dense", "data=2", "float32"), 0.08, 0.24, 0.01, 0.25),
+    "kimi_k2": Family(
+        ("yarn", "plain"), ("plain", "tensor=2", "int8"), 0.085, 0.09, 0.072, 0.115, shown=True
+    ),
 }
 SHOWN = [family for family, facts in FAMILIES.items() if facts.shown]

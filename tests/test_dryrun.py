@@ -25,6 +25,7 @@ from engine import FIXTURES, ROOT, hf_config, model_of
 
 from common.command.arguments import parser
 from common.command.dryrun import plan_of, show, stored
+from common.fields import with_layers
 from common.machines.chips import devices_of
 from common.machines.dryrun import DryRun, Report, dry_run
 from common.machines.hlo import ARRAY, Collective, executed, moved, parse
@@ -41,7 +42,7 @@ def dry(family, size, layers, topology, axes, **use):
     """Compiles a step of a few layers of a published size, or of the configuration `size`."""
     shapes, model = importlib.import_module(f"{family}.shapes").SHAPES, model_of(family)
     config = model.config_from_hf(shapes[size] if isinstance(size, str) else size)
-    config = config._replace(num_hidden_layers=layers)
+    config = with_layers(config, layers)
     if "first_k_dense_replace" in config._fields:  # one dense layer, then layers with experts
         config = config._replace(first_k_dense_replace=1)
     mesh = make_mesh(**parse_mesh(axes), devices=devices_of(topology))

@@ -14,6 +14,7 @@ from engine import model_of
 from families import FAMILIES
 
 from common.cache import copy_prefixes
+from common.fields import with_layers
 from common.machines.chips import devices_of
 from common.machines.dryrun import abstract_state, abstract_weights, device_bytes, dry_run
 from common.machines.hlo import cycles, parse, traffic
@@ -36,7 +37,9 @@ def slice_of(family, size):
     config = model.config_from_hf(shapes.SHAPES[size])
     capacity = min(2048, config.max_position_embeddings)
     use = dict(cache_dtype=jnp.dtype(kv_quant or "bfloat16"), storage=INT8 if quant else None)
-    few = config._replace(num_hidden_layers=LAYERS)
+    few = with_layers(config, LAYERS)
+    if "layer_types" in config._fields:  # one of each kind
+        few = few._replace(layer_types=tuple(dict.fromkeys(config.layer_types)))
     if "first_k_dense_replace" in config._fields:  # one dense layer and one of experts
         few = few._replace(first_k_dense_replace=1)
     plan = Plan(model, config, SLOTS, capacity, **use)

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from common.command.cli import mistakes_on_one_line
+from common.fields import with_layers
 from common.machines.chips import devices_of
 from common.machines.dryrun import dry_run
 from common.machines.hlo import CYCLES, Op, Program, cycles, executed, parse
@@ -165,7 +166,7 @@ def measure_step(row: StepOf, storage: Storage, folder: Path) -> tuple[int, int]
     def compiled(layers: int) -> np.ndarray:
         for file in folder.iterdir():
             file.unlink()
-        few = plan._replace(config=config._replace(num_hidden_layers=layers))
+        few = plan._replace(config=with_layers(config, layers))
         report, text = dry_run(few, mesh)
         return np.array([all_bundles(parse(text), folder), report.traffic])
 

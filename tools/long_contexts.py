@@ -30,6 +30,7 @@ sys.path[:0] = [str(ROOT)]
 import jax.numpy as jnp  # noqa: E402
 
 from common.command.cli import mistakes_on_one_line  # noqa: E402
+from common.fields import with_layers  # noqa: E402
 from common.kernels.prefill_attention_tpu import block_sizes  # noqa: E402
 from common.latents import KERNEL_PARTS  # noqa: E402
 from common.machines.chips import chip_of, devices_of  # noqa: E402
@@ -123,7 +124,7 @@ def compiled(
         config = config._replace(first_k_dense_replace=1)
     mesh = make_mesh(**parse_mesh(row.axes), devices=devices)
     kept: Any = dict(storage=INT8, cache_dtype=jnp.dtype(cache))
-    plan = Plan(model, config._replace(num_hidden_layers=layers), 1, capacity, chunk, **kept)
+    plan = Plan(model, with_layers(config, layers), 1, capacity, chunk, **kept)
     report, text = dry_run(plan, mesh)
     return report, parse(text)
 

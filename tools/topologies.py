@@ -33,6 +33,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from families import SHOWN  # noqa: E402
 
+from common.fields import with_layers  # noqa: E402
 from common.loading.shape import model_dtype  # noqa: E402
 from common.machines.chips import CHIPS, devices_of  # noqa: E402
 from common.machines.dryrun import compile_step  # noqa: E402
@@ -202,8 +203,10 @@ def compile_rows(match: str) -> None:
 
 
 def few_layers(config: Any) -> Any:
-    """The config with two layers; if the first layers are dense, with one of each kind."""
-    few = config._replace(num_hidden_layers=2)
+    """The config with two layers, one of each kind if there are two kinds."""
+    few = with_layers(config, 2)
+    if "layer_types" in config._fields:
+        few = few._replace(layer_types=tuple(dict.fromkeys(config.layer_types)))
     dense = "first_k_dense_replace" in config._fields
     return few._replace(first_k_dense_replace=1) if dense else few
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from common.command.environment import MOST_CPU_DEVICES
+from common.fields import with_layers
 from common.loading.packed import declare
 from common.loading.shape import model_dtype, read_model_config, read_shape
 from common.machines.chips import UNKNOWN, Chip
@@ -38,7 +39,7 @@ def plan_of(module: ModuleType, args: argparse.Namespace, topology: str) -> Plan
     dtype = model_dtype(hf, files, args.dtype, on_cpu)
     return Plan(
         module,
-        config._replace(num_hidden_layers=layers),
+        with_layers(config, layers),
         slots=args.slots or 8,
         capacity=capacity,
         dtype=dtype,
