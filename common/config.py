@@ -46,7 +46,9 @@ INERT = frozenset(
     """.split()
 )
 # How keys next to text_config begin that are about images and videos.
-IMAGES = re.compile("boi_|eoi_|ignore_index|image_|media_|projection_|use_unified|video_|vision_")
+IMAGES = re.compile(
+    "boi_|eoi_|ignore_index|image_|language_model_only|media_|projection_|use_unified|video_|vision_"
+)
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 # Settings of which every model file implements one value.
 ONLY: dict[str, Any] = dict(

@@ -2,7 +2,7 @@
 
 from common.command.cli import main
 
-from . import model
+from . import model, mtp
 
 if __name__ == "__main__":
-    main(model)
+    main(model, drafting=mtp)

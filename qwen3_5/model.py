@@ -545,6 +545,7 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
             attn_output_gate=True,
             mamba_ssm_dtype="float32",
             mlp_only_layers=[],
+            output_gate_type=SILU,
         ),
         ignored=(
             "full_attention_interval",
