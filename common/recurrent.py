@@ -28,12 +28,11 @@ class Recurrent(NamedTuple):
 
 
 class Past(NamedTuple):
-    """A slot's cache as a step finds it. Pending tokens that do not count change no state."""
+    """What a step finds in a slot behind its state."""
 
-    state: Array  # [B, N, H, V]
     inputs: Array  # [B, C, W - 1 + PENDING]
-    decay: Array  # logarithm, [B, N, PENDING]
-    strength: Array  # [B, N, PENDING]
+    decay: Array  # [B, N, PENDING]: logarithm; 0 for pending tokens that do not count
+    strength: Array  # [B, N, PENDING]: 0 for those
     count_B: Array  # int32: the pending tokens that count
 
 
@@ -59,16 +58,17 @@ def newest_steps(cache: tuple[Any, ...]) -> Array | None:
 
 def past(cache: Recurrent, start_B: Array) -> Past:
     """What a slot holds before position start_B. At 0 that is nothing, although nothing was
-    cleared. It is NaN if the state cannot go to that position: the reply then ends as invalid."""
+    cleared: a decay of -inf forgets the state. It is NaN if the state cannot go to that position,
+    so that the reply ends as invalid, and not with another text."""
     steps_B = start_B - cache.length[:, 0, 0]
     count_B = jnp.where(start_B > 0, jnp.clip(steps_B, 0, PENDING), 0)
-    of_slot = lambda x_B, like: x_B.reshape(-1, *(1,) * (like.ndim - 1))
-    keep = lambda x: jnp.where(of_slot(start_B > 0, x), x, 0)
-    is_lost = of_slot((start_B > 0) & (steps_B != count_B), cache.state)
-    state = jnp.where(is_lost, jnp.nan, keep(cache.state))[:, :, 0]
-    counts = jnp.arange(PENDING) < count_B[:, None]
-    decay, strength = (jnp.where(counts[:, None], cache.gates[:, :, 0, i], 0) for i in (0, 1))
-    return Past(state, keep(cache.inputs)[:, :, 0], decay, strength, count_B)
+    counts = (jnp.arange(PENDING) < count_B[:, None])[:, None]
+    decay, strength = (jnp.where(counts, cache.gates[:, :, 0, i], 0) for i in (0, 1))
+    begins, lost = start_B == 0, (start_B > 0) & (steps_B != count_B)
+    first_B = jnp.where(begins, -jnp.inf, jnp.where(lost, jnp.nan, 0))
+    decay = decay.at[:, :, 0].add(first_B[:, None])
+    inputs = jnp.where(begins[:, None, None], 0, cache.inputs[:, :, 0])
+    return Past(inputs, decay, strength, count_B)
 
 
 def from_each(x: Array, start_B: Array, size: int) -> Array:

@@ -95,8 +95,8 @@ def hidden(
 
 def step_of(tokens_BT: Array, end_B: Array, config: Config, implementation: str) -> model.Step:
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
-    angles = model.rotary(position_BT, config)
-    return model.Step(end_B, tokens_BT >= 0, *angles, Impl(implementation))
+    real_BT = (tokens_BT >= 0) & (end_B > 0)[:, None]
+    return model.Step(end_B, real_BT, *model.rotary(position_BT, config), Impl(implementation))
 
 
 def head(x: Array, weights: model.Weights) -> Array:

@@ -80,7 +80,7 @@ def test_a_state_is_lost_to_positions_it_cannot_go_to():
     state = read(load("qwen3_5", "dense"), range(1, 21), 32)
     cache = next(layer for layer in state.cache if isinstance(layer, Recurrent))
     for start, lost in ((0, False), (19, True), (20, False), (20 + PENDING + 1, True)):
-        assert bool(jnp.isnan(past(cache, jnp.array([start])).state).any()) == lost
+        assert bool(jnp.isnan(past(cache, jnp.array([start])).decay).any()) == lost
 
 
 # ---- prefixes
