@@ -53,6 +53,7 @@ from common.cache import LayerCache, append, attend, capacity_of, copy_slots, em
 from common.config import SILU, read_config, read_rope
 from common.experts import group_by_expert, num_experts
 from common.fields import at_most, divides, one_each
+from common.kernels.delta_rule import Tokens, delta_rule
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
 from common.names import Order, Same, Table
@@ -63,7 +64,6 @@ from common.sampling import Sampling, sample, sampling_params
 from common.sharding import DATA, EXPERT, MODEL, TENSOR, UNSPLIT, P, Shards, round_up, split_heads
 from common.weights import array, bias, matrix, norm, specs_like, stack, vocab_rows
 
-CHUNK = 64  # tokens of a prompt that a linear layer computes at once
 FULL = "full_attention"
 
 
@@ -243,62 +243,6 @@ def attention(
     return linear(o_BTNH.reshape(B, T, -1), w.wo), cache
 
 
-class Tokens(NamedTuple):
-    """What the delta rule takes of T tokens, in float32. K heads have G value heads each."""
-
-    q: Array  # [B, T, K, H], of length H**-0.5
-    k: Array  # [B, T, K, H], of length 1
-    v: Array  # [B, T, K, G, V]
-    decay: Array  # [B, T, K, G]: its logarithm
-    strength: Array  # [B, T, K, G]
-
-
-def delta_rule(S: Array, x: Tokens) -> tuple[Array, Array]:
-    """The definition, token by token: the state [B, K, G, H, V] after all, and what each reads."""
-
-    def token(S: Array, x: Tokens) -> tuple[Array, Array]:
-        S = S * jnp.exp(x.decay)[..., None, None]
-        error = x.v - jnp.einsum("bkghv,bkh->bkgv", S, x.k)
-        S = S + jnp.einsum("bkh,bkgv->bkghv", x.k, error * x.strength[..., None])
-        return S, jnp.einsum("bkghv,bkh->bkgv", S, x.q)
-
-    S, o = lax.scan(token, S, jax.tree.map(lambda a: a.swapaxes(0, 1), x))
-    return S, o.swapaxes(0, 1)
-
-
-def delta_chunk(S: Array, x: Tokens, kept: int) -> tuple[Array, Array]:
-    """`delta_rule` of one chunk, in products; the state is the one after `kept` tokens.
-
-    What a token adds to the state, u, depends on the tokens before it in the chunk: a triangular
-    system. From the logarithms of decays, sums from the first token on say what is left of each."""
-    T = x.q.shape[1]
-    log_BKGT = jnp.cumsum(jnp.moveaxis(x.decay, 1, -1), axis=-1)
-    seen_TS = jnp.tri(T, dtype=bool)
-    left_BKGTS = jnp.exp(jnp.where(seen_TS, log_BKGT[..., None] - log_BKGT[..., None, :], -jnp.inf))
-    b_BKGT = jnp.moveaxis(x.strength, 1, -1)
-    dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-    k_BKTS, q_BKTS = (dot("btkh,bskh->bkts", a, x.k) for a in (x.k, x.q))
-    A_BKGTS = jnp.where(jnp.tri(T, k=-1, dtype=bool), k_BKTS[:, :, None] * left_BKGTS, 0)
-    A_BKGTS = A_BKGTS * b_BKGT[..., None] + jnp.eye(T)
-    read = lambda a: dot("bkghv,btkh->bkgtv", S, a) * jnp.exp(log_BKGT)[..., None]
-    error = (jnp.moveaxis(x.v, 1, 3) - read(x.k)) * b_BKGT[..., None]
-    u_BKGTV = lax.linalg.triangular_solve(A_BKGTS, error, left_side=True, lower=True)
-    o = read(x.q) + dot("bkgts,bkgsv->bkgtv", q_BKTS[:, :, None] * left_BKGTS, u_BKGTV)
-    left_BKGT = left_BKGTS[..., kept - 1, :]  # 0 for later tokens
-    S = S * jnp.exp(log_BKGT[..., kept - 1])[..., None, None]
-    S = S + dot("btkh,bkgtv->bkghv", x.k, u_BKGTV * left_BKGT[..., None])
-    return S, jnp.moveaxis(o, 3, 1)
-
-
-def delta_chunks(S: Array, x: Tokens) -> tuple[Array, Array]:
-    """`delta_rule`, a chunk after the other."""
-    B, T = x.q.shape[:2]
-    cut = lambda a: jnp.pad(a, [(0, 0), (0, -T % CHUNK), *[(0, 0)] * (a.ndim - 2)])
-    chunks = jax.tree.map(lambda a: cut(a).reshape(B, -1, CHUNK, *a.shape[2:]).swapaxes(0, 1), x)
-    S, o = lax.scan(partial(delta_chunk, kept=CHUNK), S, chunks)
-    return S, o.swapaxes(0, 1).reshape(B, -1, *o.shape[3:])[:, :T]
-
-
 def linear_attention(
     x_BTD: Array, w: Linear, cache: Recurrent, step: Step, config: Config
 ) -> tuple[Array, Recurrent]:
@@ -331,17 +275,16 @@ def linear_attention(
     old = tokens(before.inputs, before.decay.swapaxes(1, 2), before.strength.swapaxes(1, 2))
     new = tokens(new_BCT, decay_BTN, strength_BTN)
     S = before.state.reshape(B, K, N // K, H, V)
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
+    kept = PENDING if T <= PENDING else PENDING + T
+    S, o = delta_rule(S, both, kept, step.implementation)
     if T <= PENDING:  # they stay pending
-        both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
-        S, o = delta_chunk(S, both, PENDING)
-        o, length_B = o[:, PENDING:], start_B
+        length_B = start_B
         room = [(0, 0), (0, 0), (0, PENDING - T)]
         inputs = jnp.pad(new_BCT, room)
         gates_BN2T = jnp.stack([decay_BTN, strength_BTN], axis=2).swapaxes(1, 3)
         gates = jnp.pad(gates_BN2T, [(0, 0), *room])
     else:
-        S, _ = delta_chunk(S, old, PENDING)
-        S, o = delta_chunks(S, new)
         count_B = step.real_BT.sum(axis=1)
         length_B = start_B + count_B
         inputs = jnp.pad(from_each(new_BCT, count_B, W - 1), [(0, 0), (0, 0), (0, PENDING)])
@@ -351,7 +294,7 @@ def linear_attention(
     is_on = lambda a: (step.end_B > 0).reshape(-1, *(1,) * (a.ndim - 1))
     cache = jax.tree.map(lambda a, b: jnp.where(is_on(b), a[:, :, None], b), written, cache)
     gate = linear(x_BTD, w.w_gate).reshape(B, T, N, V)
-    o_BTNV = gated_norm(o.reshape(B, T, N, V), w.norm, gate, config.rms_norm_eps)
+    o_BTNV = gated_norm(o[:, PENDING:].reshape(B, T, N, V), w.norm, gate, config.rms_norm_eps)
     return linear(o_BTNV.reshape(B, T, -1), w.w_out), cache
 
 
