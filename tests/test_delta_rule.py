@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from common.kernels.delta_rule import CHUNK, Tokens, delta_rule
 from common.kernels.delta_rule_tpu import delta_rule_tpu, pieces
 from common.machines.chips import devices_of
+from common.machines.hlo import VIEWS, arrays, executed, parse
 from common.sharding import make_mesh
 
 # ---- the definition, in float64
@@ -75,9 +76,8 @@ def make(case):
 
 
 def check(case, got, want):
-    """An output is a sum over the H numbers of a key and up to CHUNK tokens of the same chunk. The
-    errors found are 0.7e-6 of the largest number at most, and these bounds are 0.95e-6 to 1.7e-6.
-    """
+    """An output is a sum over the H numbers of a key and up to CHUNK tokens of a chunk. The largest
+    error found is 0.6e-6 of the largest number, half of this bound."""
     for name, a, b in zip(("S", "o"), got, want, strict=True):
         assert a.dtype == jnp.float32
         rtol = rounding(case.H + min(case.T, CHUNK))
@@ -96,7 +96,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "auto"])
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_states_and_outputs_are_those_of_the_definition_for_any_sizes(case, implementation):
@@ -121,7 +121,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_so_are_those_of_the_interpreted_kernel(case):
     S, x, kept, want = make(case)
@@ -130,7 +130,7 @@ def test_so_are_those_of_the_interpreted_kernel(case):
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("case", [Case(9, 6, 3, kept=8, B=1), Case(70, 5, 2, B=1)], ids=str)
+@pytest.mark.parametrize("case", [Case(9, 4, 3, kept=8, B=1), Case(70, 3, 3, B=1)], ids=str)
 def test_the_kernel_reads_nothing_unset_or_out_of_bounds_and_does_not_race(case, capfd):
     """In this interpreter, memory that was never written holds NaN. There are several steps."""
     S, x, kept, want = make(case)
@@ -152,8 +152,8 @@ def test_three_pieces_of_8_bits_are_all_of_a_float32_number():
 
 
 def test_keys_that_are_equal_and_forget_nothing_leave_the_newest_value():
-    """The powers of the triangular system's matrix would have numbers of up to 1e18 here."""
-    S, x, kept, _ = make(Case(64, 1, 1, B=1))
+    """The powers of the triangular system's matrix would have numbers of up to 1e13 here."""
+    S, x, kept, _ = make(Case(48, 1, 1, B=1))
     k = jnp.zeros_like(x.k).at[..., 3].set(1)
     x = x._replace(k=k, q=k, decay=jnp.zeros_like(x.decay), strength=jnp.ones_like(x.strength))
     for implementation in ("blocked", "tpu"):
@@ -181,11 +181,11 @@ def arrays_of(case, sharding=None):
     return S, Tokens(*x)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize(
     "case",
-    [Case(9, 16, 2, kept=8), Case(16, 1, 1, kept=8), Case(72, 16, 1, B=8), Case(72, 1, 3, B=8)],
+    [Case(9, 16, 2, kept=8), Case(16, 1, 1, kept=8), Case(136, 4, 1), Case(136, 1, 3)],
     ids=str,
 )
 def test_on_tpu_the_kernel_is_chosen_and_changes_the_state_in_place(case, topology):
@@ -194,11 +194,13 @@ def test_on_tpu_the_kernel_is_chosen_and_changes_the_state_in_place(case, topolo
     run = functools.partial(delta_rule, kept=case.kept or case.T)
     run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     program = jax.jit(run, donate_argnums=0).lower(S, x).compile()
-    memory, size = program.memory_analysis(), 4 * math.prod(S.shape)
-    assert program.as_text().count(KERNEL) == 1
-    assert memory.alias_size_in_bytes == size
-    copied = [x for x in program.as_text().splitlines() if "copy" in x and f"{S.shape[-3:]}" in x]
-    assert not copied and memory.temp_size_in_bytes < size
+    text, size = program.as_text(), 4 * math.prod(S.shape)
+    assert text.count(KERNEL) == 1
+    assert program.memory_analysis().alias_size_in_bytes == size
+    written = [op for op, *_ in executed(parse(text)) if op.kind not in (*VIEWS, "custom-call")]
+    assert not [op for op in written for _, n, _ in arrays(op.type) if n == size]
+    if case.T == 9:  # in other cases, copies of tokens in another layout are as large
+        assert program.memory_analysis().temp_size_in_bytes < size / 2
 
 
 # ---- what is refused
@@ -218,7 +220,6 @@ def test_states_that_the_kernel_does_not_take_are_refused_by_name_and_left_to_th
     message = f"not {case.G} of {case.H} x {case.V}"
     refused(ValueError, message, lowered, case, implementation="tpu")
     assert "tpu_custom_call" not in lowered(case)
-    assert lowered(Case(9, 1, 32)).count("@tpu_custom_call") == 1
 
 
 def test_shapes_and_numbers_of_kept_tokens_that_do_not_fit_are_refused():
