@@ -15,6 +15,7 @@ from families import FAMILIES
 from test_families import fixtures
 
 from common.cache import RowCache, append, attend, empty_cache
+from common.kernels.delta_rule import Tokens, delta_rule
 from common.kernels.dispatch import Impl
 from common.machines.hlo import collectives, parse
 from common.sharding import MODEL, TENSOR, P, make_mesh
@@ -67,6 +68,24 @@ def test_attention_is_what_its_docstring_says(family, T):
             want = run(code, **given, **dict.fromkeys(limits, limit or S))["o_TKGH"]
             seen = slice(max(T - end, 0), None)  # queries before the first position see nothing
             assert_close(got[b].reshape(T, K, G, H)[seen], want[seen], atol=2e-6, what=f"slot {b}")
+
+
+@pytest.mark.parametrize("implementation", ["blocked", "reference"])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if hasattr(model_of(f), "Linear")])
+def test_the_delta_rule_is_what_the_docstring_of_linear_attention_says(family, implementation):
+    (code,) = definitions(model_of(family).linear_attention)
+    rng, T, V = np.random.default_rng(0), 70, 5
+    S, q, k, v = (rng.normal(size=x) for x in ((K, G, H, V), (T, K, H), (T, K, H), (T, K, G, V)))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    decay, strength = -rng.exponential(size=(T, K, G)), rng.uniform(size=(T, K, G))
+    S, *tokens = (jnp.asarray(x, jnp.float32) for x in (S, q, k, v, decay, strength))
+    given = dict(
+        zip(("q_TKH", "k_TKH", "v_TKGV", "decay_TKG", "strength_TKG"), tokens, strict=True)
+    )
+    want = run(code, T=T, S_KGHV=S, o_TKGV=jnp.zeros((T, K, G, V)), **given)
+    state, o = delta_rule(S[None], Tokens(*(x[None] for x in tokens)), T, implementation)
+    assert_close(state[0], want["S_KGHV"], atol=5e-6)
+    assert_close(o[0], want["o_TKGV"], atol=5e-6)
 
 
 @pytest.mark.one_in(11)

@@ -343,7 +343,9 @@ def test_where_it_fits_it_is_said_how_much_more_would():
     """The weights take 2 GB, and each slot of 512 positions takes 1 GB."""
     config, GB = model_of("llama3").config_from_hf(hf_config("llama3", "scaled")), 10**9
     plan = Plan(model_of("llama3"), config._replace(max_position_embeddings=700), 8, 512)
-    decode, read = (Report("", 1, 2 * GB, n * GB, 0, 0, arguments=(2 + n) * GB) for n in (8, 1))
+    decode, read = (
+        Report("", 1, 2 * GB, n * GB, n * GB, 0, 0, arguments=(2 + n) * GB) for n in (8, 1)
+    )
     run = DryRun(plan, "", make_mesh(devices=devices_of("v5e:1x1")), False, decode, read)
     text, more = "serving takes 11.00 GB of 17.18 GB a device", "14 slots of 512, or 8 of 700"
     assert f"\nfits: {text}; room for {more} positions\n" in show(run)

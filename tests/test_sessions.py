@@ -29,6 +29,7 @@ from common.speculate import NO_DRAFT, lookup
 CHUNK, CAPACITY = 16, 64
 SAMPLED = dict(temperature=0.9, top_k=50, top_p=0.95)
 CASES = {family: facts.served for family, facts in FAMILIES.items()}
+QUICK = ("llama3", "qwen3_5")  # run by default: keys and values, and states that cannot be cut
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,7 +145,7 @@ ACTIONS = st.lists(
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f == "llama3" else pytest.mark.full) for f in CASES]
+    "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.full) for f in CASES]
 )
 @settings(max_examples=25)
 @given(ACTIONS, st.sampled_from([0, 2, 4]), st.sampled_from([0.0, 2.5, 100.0]), st.booleans())
@@ -239,7 +240,7 @@ def draft_of(family, source):
 @pytest.mark.parametrize(
     "family, source",
     [
-        pytest.param(f, s, marks=() if (f, s) == ("llama3", "lookup") else pytest.mark.full)
+        pytest.param(f, s, marks=() if f in QUICK and s == "lookup" else pytest.mark.full)
         for f, s in itertools.product(CASES, ["lookup", "half", "itself"])
         if s == "lookup"
         or f in ("llama3", "deepseek_r1", "qwen3_5")
@@ -299,7 +300,9 @@ def test_lookup_continues_as_the_text_did_when_its_newest_tokens_last_stood_ther
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("draft", [None, "lookup"])
-@pytest.mark.parametrize("family", ["llama3", pytest.param("deepseek_r1", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.full) for f in CASES]
+)
 def test_scores_are_those_of_the_whole_text(family, draft):
     """Of the tokens taken, of the likeliest, and of the prompt."""
     session = open_session(family, dtype="float32", draft=draft, draft_tokens=2, logprobs=True)

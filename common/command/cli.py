@@ -33,6 +33,7 @@ from common.serving.serve import close, step
 from common.serving.session import PROMPT_CHUNK, Session, start_session
 from common.sharding import DATA, axes_of, make_mesh, parse_mesh
 from common.text.reply import has_channels
+from common.text.tokenizer import load_tokenizer
 
 
 def open_from(module: ModuleType, args: Namespace, prompts: int) -> Model:
@@ -42,7 +43,10 @@ def open_from(module: ModuleType, args: Namespace, prompts: int) -> Model:
     axes: Any = parse_mesh(",".join(args.mesh))
     options["mesh"] = make_mesh(**axes) if axes else None
     slots, capacity = args.slots or min(prompts, 8), args.max_len or 2048
-    return open_model(module, args.ckpt, slots=slots, capacity=capacity, **options)
+    model = open_model(module, args.ckpt, slots=slots, capacity=capacity, **options)
+    if model.tokenizer is None and model.directory is not None:
+        load_tokenizer(model.directory)  # says which files are missing
+    return model
 
 
 def open_draft(module: ModuleType, args: Namespace, model: Model) -> Model | str | None:

@@ -59,9 +59,16 @@ def target_of(name: str, table: Table) -> tuple[Target, list[str]]:
 
 
 def rows_by_path(table: Table) -> dict[str, tuple[str, Transform]]:
-    """Inverts the table: from each path to its stored name and transform."""
-    rows = ((name, weight_of(target)) for name, target in table.items())
-    return {row[0]: (name, row[1]) for name, row in rows if row is not None}
+    """Inverts the table: from each path to its stored name and transform. ValueError if two rows
+    of a path say different things, because a layer of either kind would be read by the last."""
+    rows = dict[str, tuple[str, Transform]]()
+    for name, target in table.items():
+        if (row := weight_of(target)) is not None:
+            other, transform = rows.get(row[0], row)
+            if transform != row[1]:
+                raise ValueError(f"{other} and {name} become {row[0]} in two ways: use two names")
+            rows[row[0]] = name, row[1]
+    return rows
 
 
 def row_of(path: str, rows: dict[str, tuple[str, Transform]]) -> tuple[str, Transform]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from common.quant import bits_of
+from common.recurrent import Recurrent
 
 
 def read_bandwidth(megabytes: int = 256, repeats: int = 5) -> float:
@@ -28,15 +29,18 @@ def tree_bytes(tree: Any) -> int:
 
 def step_bytes(weights: Any, cache: Any, filled: float, read: Callable[[int], float]) -> float:
     """Returns the bytes that one decode step must read: all weights except a separate embedding
-    table, but only the share read(E) of stacks of E experts; and the filled part of the cache.
-    Stacks are the arrays under a field called `experts`."""
+    table, but only the share read(E) of stacks of E experts; and the filled part of the cache, but
+    all of a recurrent state, which is also written. Stacks are the arrays under a field called
+    `experts`."""
     skipped = tree_bytes(weights.embed) if getattr(weights, "head", None) is not None else 0
     spared = sum(
         tree_bytes(x) * (1 - read(x.shape[0]))
         for path, x in jax.tree.leaves_with_path(weights)
         if ".experts." in jax.tree_util.keystr(path)
     )
-    return tree_bytes(weights) - skipped - spared + tree_bytes(cache) * filled
+    share = lambda layer: 2 if isinstance(layer, Recurrent) else filled
+    kept = sum(tree_bytes(layer) * share(layer) for layer in cache)
+    return tree_bytes(weights) - skipped - spared + kept
 
 
 def experts_read(config: Any, tokens: float) -> Callable[[int], float]:

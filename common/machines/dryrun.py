@@ -36,6 +36,7 @@ class Report(NamedTuple):
     devices: int
     weights: int
     cache: int
+    growing: int  # of the cache, what grows with the capacity
     products: float  # floating-point operations in products with weights
     unread: float  # of the experts that no token is expected to choose
     refusal: str = ""  # the compiler's own words; the figures below are then 0
@@ -117,7 +118,8 @@ def trace(plan: Plan, mesh: Mesh) -> tuple[Report, jax.stages.Lowered]:
         lowered = plan.module.generate.lower(weights, state, **static)
     name = f"prompt of {plan.prompt}" if plan.prompt else "decode"
     load = load_of(plan, mesh.shape)
-    held = device_bytes(weights), device_bytes(state.cache)
+    growing = [layer for layer in state.cache if layer.ring is None]
+    held = device_bytes(weights), device_bytes(state.cache), device_bytes(growing)
     return Report(name, mesh.size, *held, load.products, load.unread), lowered
 
 
@@ -187,7 +189,7 @@ class DryRun(NamedTuple):
             return 0, 0
         plan, rows = self.plan, self.mesh.shape[DATA]
         free, slot = self.chip.memory - self.memory, self.decode.cache / plan.slots
-        position = (self.decode.cache + self.read.cache) / plan.capacity
+        position = max(self.decode.growing + self.read.growing, 1) / plan.capacity
         slots = plan.slots + int(free / slot) // rows * rows
         positions = plan.capacity + int(free / position)
         return slots, min(positions, plan.config.max_position_embeddings)

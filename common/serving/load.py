@@ -27,7 +27,7 @@ from common.loading.shape import model_dtype, read_model_config, read_shape, sto
 from common.machines.mesh_choice import Plan, best_mesh
 from common.quant import TRANSPOSED, Storage, storage_named
 from common.sharding import model_shards
-from common.text.tokenizer import Tokenizer, load_tokenizer
+from common.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from common.weights import check_divides
 
 
@@ -38,7 +38,7 @@ class Model(NamedTuple):
     config: Any  # its Config
     mesh: Mesh
     weights: Any  # its Weights on the mesh; None until they are read
-    tokenizer: Tokenizer | None  # None for random weights of a lone config
+    tokenizer: Tokenizer | None  # None: there are no files of one, so ids go in and come out
     dtype: jnp.dtype  # of activations, and of weights that are not quantised
     storage: Storage | None  # chosen for the matrices; None: as published
     directory: Path | None  # None for random weights
@@ -115,7 +115,8 @@ def open_model(
         mesh = best_mesh(Plan(module, config, slots, capacity, **stored), devices)
     shards = model_shards(mesh)
     check_divides(declare(module, config, shards)[0], shards)
-    tokenizer = None if directory is None else load_tokenizer(directory)
+    has_one = directory is not None and has_tokenizer(directory)
+    tokenizer = load_tokenizer(directory) if directory is not None and has_one else None
     sampling, notes = ({}, []) if directory is None else read_generation(directory)
     notes += tokenizer.notes if tokenizer else []
     if not dtype and kind == jnp.bfloat16 and stored_dtype(hf) == "float16":

@@ -36,6 +36,11 @@ class Tokenizer(NamedTuple):
     notes: tuple[str, ...] = ()  # what the files say that is not done
 
 
+def has_tokenizer(directory: Path) -> bool:
+    names = ("tokenizer.json", "tiktoken.model", "vocab.json")
+    return any(is_there(directory / name) for name in names)
+
+
 def load_tokenizer(directory: Path | str) -> Tokenizer:
     """Reads the tokenizer of a checkpoint directory.
 
