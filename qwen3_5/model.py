@@ -206,12 +206,17 @@ def l2_norm(x: Array) -> Array:
     return x * lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
 
 
-def rotary(position_BT: Array, config: Config) -> tuple[Array, Array]:
-    """cos and sin of the angles of each position, float32 [B, T, 1, R / 2]."""
+def rope_frequencies(config: Config) -> np.ndarray:
+    """One frequency for each pair of the R numbers of a head that rotate, float32 [R / 2]."""
     R = int(config.head_dim * config.partial_rotary_factor)
     exponent = np.arange(0, R, 2, dtype=np.float32) / R
-    frequency = 1 / np.power(config.rope_theta, exponent, dtype=np.float64).astype(np.float32)
-    angle = position_BT[..., None, None].astype(jnp.float32) * frequency
+    frequency = 1 / np.power(config.rope_theta, exponent, dtype=np.float64)
+    return frequency.astype(np.float32)
+
+
+def rotary(position_BT: Array, config: Config) -> tuple[Array, Array]:
+    """cos and sin of the angles of each position, float32 [B, T, 1, R / 2]."""
+    angle = position_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
     # Without the barrier, XLA on CPU recomputes cos and sin in every layer, for every head.
     return lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
 

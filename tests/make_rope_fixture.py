@@ -27,6 +27,7 @@ SIZES = {  # the size, transformers' module, and the prefix of its classes
     "llama4": ("llama-4-scout", "llama4", "Llama4Text"),
     "deepseek_r1": ("deepseek-r1", "deepseek_v3", "DeepseekV3"),
     "kimi_k2": ("kimi-k2-instruct", "deepseek_v3", "DeepseekV3"),
+    "qwen3_5": ("qwen3.5-9b", "qwen3_5", "Qwen3_5Text"),
 }
 
 
@@ -38,7 +39,8 @@ def main() -> None:
         hf.pop("model_type", None)
         if "attn_temperature_tuning" in hf:  # published as 4, which transformers 5 refuses
             hf["attn_temperature_tuning"] = bool(hf["attn_temperature_tuning"])
-        config = CONFIG_MAPPING["llama4_text" if name == "llama4" else name](**hf)
+        nested = name in ("llama4", "qwen3_5")
+        config = CONFIG_MAPPING[f"{name}_text" if nested else name](**hf)
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         rotary = getattr(module, f"{prefix}RotaryEmbedding")(config)
         result = rotary(torch.zeros(1, len(POSITIONS), 8), torch.tensor([POSITIONS]))
