@@ -1,7 +1,8 @@
 """Counts the cycles of one dense product on a TPU, for each way to store its matrix; or of whole
-steps of models in 8 and in 4 bits.
+steps of models in 8 and in 4 bits; or of the gated delta rule, with 32 heads of 128 x 128.
 
     python -m tools.kernel_cycles [--chip v5e:2x2] [--out 3584] [--in 8192]
+    python -m tools.kernel_cycles [--chip v5e:2x2] --delta-rule
     python -m tools.kernel_cycles --steps [NAME ...]
 
 XLA estimates the cycles of its own operations, but not those of Pallas kernels. So both are counted
@@ -30,6 +31,7 @@ import numpy as np
 
 from common.command.cli import mistakes_on_one_line
 from common.fields import with_layers
+from common.kernels.delta_rule import Tokens, delta_rule
 from common.machines.chips import devices_of
 from common.machines.dryrun import dry_run
 from common.machines.hlo import CYCLES, Op, Program, cycles, executed, parse
@@ -112,6 +114,24 @@ def measure(store: Any, rows: int, chip: str, n_out: int, n_in: int, folder: Pat
     bundles = sum(count(file.read_text(errors="replace")) for file in operations)
     stored = sum(x.size * bits_of(x.dtype) for x in jax.tree.leaves(w))
     return f"{bundles:,} | {cycles(program):,} | {stored / 8e6:.1f}"
+
+
+def measure_delta_rule(slots: int, tokens: int, kept: int, chip: str, folder: Path) -> str:
+    """Compiles the gated delta rule; the compiler writes into the folder. Returns cells."""
+    mesh = make_mesh(devices=devices_of(chip)[:1])
+    heads, size, values = (slots, tokens, 16), 128, 2
+    shapes = Tokens(*[(*heads, size)] * 2, (*heads, values, size), *[(*heads, values)] * 2)
+    put = partial(jax.ShapeDtypeStruct, sharding=jax.NamedSharding(mesh, P()), dtype=jnp.float32)
+    S, x = put((slots, 16, values, size, size)), Tokens(*map(put, shapes))
+    run = partial(delta_rule, kept=kept)
+    run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    for file in folder.iterdir():
+        file.unlink()
+    jax.jit(run, donate_argnums=0).lower(S, x).compile()
+    files = folder.glob("*delta_rule*[0-9]-final_bundles.txt")
+    bundles = sum(count(file.read_text(errors="replace")) for file in files)
+    moved = 4 * (2 * S.size + x.q.size + x.k.size + 2 * x.v.size)
+    return f"{bundles:,} | {moved / 1e6:.1f}"
 
 
 class StepOf(NamedTuple):
@@ -199,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("--in", type=int, default=8192, help="columns of the matrix", dest="n_in")
     sizes = sorted({row.size for row in STEPS})
     ap.add_argument("--steps", nargs="*", choices=sizes, help="whole steps of these models, or all")
+    ap.add_argument("--delta-rule", action="store_true", help="the gated delta rule")
     args = ap.parse_args(argv)
     if min(args.out, args.n_in) < 1:
         ap.error("--out and --in must be at least 1")
@@ -207,6 +228,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.steps is not None:
             chosen = [row for row in STEPS if not args.steps or row.size in args.steps]
             return print_steps(chosen, Path(folder))
+        if args.delta_rule:
+            print("| delta rule | bundles | MB |\n|---|---|---|")
+            for slots, tokens, kept in ((8, 9, 8), (1, 2048, 2048)):
+                cells = measure_delta_rule(slots, tokens, kept, args.chip, Path(folder))
+                print(f"| {slots} slots, {tokens} tokens | {cells} |", flush=True)
+            return
         print("| stored as | rows | bundles | XLA's estimate, without kernels | MB |")
         print("|---|---|---|---|---|")
         for name, store in STORAGES.items():

@@ -1,12 +1,9 @@
 """The gated delta rule: linear attention, with a state of fixed size in place of keys and values.
 
-    S = exp(decay) * S                     the state of a head, [key, value], forgets
-    S += strength * outer(k, v - S.T @ k)  and learns to give v for k
-    o = S.T @ q                            what a token reads
-
 Gated Delta Networks, arXiv 2412.06464. Letters: B slots, T tokens, K heads of keys, which have G
-heads of values each, H numbers in a key, V in a value. A chunk of tokens takes few products. Token
-t adds outer(k_t, u_t) to the state, where u is the solution of a triangular system:
+heads of values each, H numbers in a key, V in a value. `delta_rule_reference` is the definition. A
+chunk of tokens takes few products. Token t adds outer(k_t, u_t) to the state, where u is the
+solution of a triangular system:
 
     u_t = strength_t * (v_t - left_t S.T @ k_t - sum_(s < t) left_ts (k_t . k_s) u_s)
 
@@ -23,6 +20,7 @@ from jax import Array, lax
 from common.kernels.dispatch import AUTO, Kernel, choose
 
 CHUNK = 64  # tokens of a prompt that are computed at once
+dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 class Tokens(NamedTuple):
@@ -37,21 +35,16 @@ class Tokens(NamedTuple):
 
 
 def delta_rule(S: Array, x: Tokens, kept: int, implementation: str = AUTO) -> tuple[Array, Array]:
-    """Lets T tokens read the state, one after the other, and change it.
+    """Lets T tokens read the states S, float32 [B, K, G, H, V], in turn, and change them.
 
     Args:
-      S: the states, float32 [B, K, G, H, V].
       kept: the states after this many tokens are returned. This is T, or less if T <= CHUNK.
-      implementation: an `Impl`. "auto" is "tpu" on TPU if the kernel takes these arrays, else
-        "blocked". With "tpu", other platforms interpret the kernel. "gpu" is "blocked".
+      implementation: an `Impl`. "gpu" is "blocked". Other platforms interpret the kernel of "tpu".
 
-    Returns the states, and what each token reads, float32 [B, T, K, G, V]. ValueError if shapes do
-    not fit, or if a named kernel does not take these arrays.
+    Returns the states, and what each token reads, float32 [B, T, K, G, V]. ValueError if the named
+    kernel does not take these arrays.
     """
-    (B, K, G, H, V), T = S.shape, x.q.shape[1]
-    want = [(B, T, K, H)] * 2 + [(B, T, K, G, V)] + [(B, T, K, G)] * 2
-    if (got := [a.shape for a in x]) != want:
-        raise ValueError(f"states {S.shape} need tokens of {want}, not {got}")
+    T = x.q.shape[1]
     if not 0 < kept <= T or (kept < T and T > CHUNK):
         raise ValueError(f"kept={kept} is not {T}, nor a part of at most {CHUNK} tokens")
     reference, blocked = (partial(f, kept=kept) for f in (delta_rule_reference, delta_rule_blocked))
@@ -67,7 +60,6 @@ def delta_rule(S: Array, x: Tokens, kept: int, implementation: str = AUTO) -> tu
 
 def delta_rule_reference(S: Array, x: Tokens, kept: int) -> tuple[Array, Array]:
     """The definition, token by token."""
-    dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
     def token(S: Array, x: Tokens) -> tuple[Array, Array]:
         left = jnp.exp(x.decay)[..., None, None]
@@ -103,7 +95,6 @@ def delta_chunk(S: Array, x: Tokens, kept: int) -> tuple[Array, Array]:
     left_BKGTS = jnp.exp(jnp.where(seen_TS, log_BKGTS, -jnp.inf))
     left_BKGT = jnp.exp(jnp.cumsum(decay_BKGT, axis=-1))
     S = jnp.where(left_BKGT[..., :1, None] == 0, 0, S)
-    dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
     k_BKTS, q_BKTS = (dot("btkh,bskh->bkts", a, x.k) for a in (x.k, x.q))
     A_BKGTS = jnp.where(before_TS, k_BKTS[:, :, None] * left_BKGTS, 0) * b_BKGT[..., None]
     read = lambda a: dot("bkghv,btkh->bkgtv", S, a) * left_BKGT[..., None]
@@ -116,15 +107,13 @@ def delta_chunk(S: Array, x: Tokens, kept: int) -> tuple[Array, Array]:
 
 
 def inverse(A: Array) -> Array:
-    """Inverts I + A [.., T, T], where A is 0 on the diagonal and above it: by halves, of which both
-    are inverted at once. (XLA solves triangular systems on a CPU row by row, 5 times as slow.)"""
+    """Inverts I + A [.., T, T] by halves, where A is 0 on the diagonal and above it."""
     T = A.shape[-1]
     if T == 1:
         return jnp.ones_like(A)
     if T % 2:
         return inverse(jnp.pad(A, [(0, 0)] * (A.ndim - 2) + [(0, 1)] * 2))[..., :T, :T]
-    h, dot = T // 2, partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    h = T // 2
     first, second = inverse(jnp.stack([A[..., :h, :h], A[..., h:, h:]]))
-    corner = -dot(dot(second, A[..., h:, :h]), first)
-    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-    return jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+    corner = -dot("...ij,...jk,...kl->...il", second, A[..., h:, :h], first)
+    return jnp.block([[first, jnp.zeros_like(first)], [corner, second]])

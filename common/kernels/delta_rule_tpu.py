@@ -19,8 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from common.kernels.delta_rule import CHUNK, Tokens
 from common.kernels.varying import vary_like
 
-LANES, SUBLANES = 128, 8
-ROWS = 2 * SUBLANES  # bfloat16 is stored in tiles of 16 rows
+LANES, SUBLANES, ROWS = 128, 8, 16  # bfloat16 is stored in tiles of 16 rows
 STEP_BYTES = 512 << 10  # of the states in a step, unless those of one key head are larger
 MOST_BYTES = 2 << 20  # of those; a step holds them four times
 PAIRS = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))  # the pieces that are multiplied
@@ -29,10 +28,9 @@ PAIRS = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))  # the pieces that are 
 def unsupported(S: Any) -> str | None:
     """Says in one sentence why the kernel does not take these states; None if it does."""
     G, H, V = S.shape[2:]
-    if not H % LANES and not V % LANES and 4 * G * H * V <= MOST_BYTES:
-        return None
+    fits = not H % LANES and not V % LANES and 4 * G * H * V <= MOST_BYTES
     sizes = "multiples of 128 numbers, and at most 2 MiB of them for a key head"
-    return f"the TPU kernel takes states of {sizes}, not {G} of {H} x {V}"
+    return None if fits else f"the TPU kernel takes states of {sizes}, not {G} of {H} x {V}"
 
 
 def pieces(x: Array) -> list[Array]:
@@ -87,8 +85,8 @@ def _kernel(*refs: Any, kept: int, chunks: int) -> None:
     sums = jnp.concatenate([seen.astype(jnp.bfloat16)] * 3, axis=1)
     each = [gates[0, 0, :, i : i + 1] for i in range(4 * K * G)]
     decay, strength, begin, end = (each[i : i + K * G] for i in range(0, 4 * K * G, K * G))
-    rows = [jnp.concatenate([a[0, :, i : i + H] for a in (k, q)]) for i in range(0, K * H, H)]
-    both = [pieces(x) for x in rows]
+    part = lambda i: jnp.concatenate([a[0, :, i : i + H] for a in (k, q)])
+    both = [pieces(part(i)) for i in range(0, K * H, H)]
     keys = [[a[:C] for a in x] for x in both]
     turned = [line_up(x, 0, 0).T for x in keys]
     alike = [exact(x, y, 1) for x, y in zip(both, keys, strict=True)]  # k @ k.T, then q @ k.T
@@ -110,9 +108,8 @@ def delta_rule_tpu(S: Array, x: Tokens, kept: int, interpret: Any = False) -> tu
     """Computes `delta_rule`. The caller has checked `unsupported`."""
     (B, K, G, H, V), T = S.shape, x.q.shape[1]
     C = min(-(-T // ROWS) * ROWS, CHUNK)
-    chunks, most = -(-T // C), max(STEP_BYTES // (4 * G * H * V), 1)
+    chunks, kept, most = -(-T // C), min(kept, C), max(STEP_BYTES // (4 * G * H * V), 1)
     each = next(n for n in range(min(most, K), 0, -1) if K % n == 0)  # key heads of a step
-    kept = kept if chunks == 1 else C  # padding changes nothing
     x = jax.tree.map(lambda a: jnp.pad(a, [(0, 0), (0, -T % C), *[(0, 0)] * (a.ndim - 2)]), x)
     q, k, v = (a.reshape(B, chunks * C, -1) for a in x[:3])
     decay, strength = (a.reshape(B, chunks, C, K // each, -1) for a in x[3:])
@@ -126,8 +123,6 @@ def delta_rule_tpu(S: Array, x: Tokens, kept: int, interpret: Any = False) -> tu
         S = pltpu.with_memory_space_constraint(S, pltpu.HBM)
     varies = jax.typeof(vary_like(S, q, k, v, gates)).manual_axis_type
     out = partial(jax.ShapeDtypeStruct, dtype=jnp.float32, manual_axis_type=varies)
-    flops = 2 * v.size // V * (3 * H * V + C * (H + 2 * V))
-    moved = 4 * (2 * S.size + q.size + k.size + 2 * v.size)
     order: Any = ("parallel", "parallel", "arbitrary")  # chunks follow one another
     own = lambda a: pl.BlockSpec((1, C, a.shape[2] * each // K), lambda b, h, i: (b, i, h))
     column = pl.BlockSpec((1, 1, C, gates.shape[3]), lambda b, h, i: (b, h, i, 0))
@@ -140,7 +135,7 @@ def delta_rule_tpu(S: Array, x: Tokens, kept: int, interpret: Any = False) -> tu
         out_specs=[own(v), states],
         input_output_aliases={4: 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=order),
-        cost_estimate=pl.CostEstimate(flops, v.size // V * C, moved),
+        cost_estimate=pl.CostEstimate(6 * T * S.size, v.size // V * C, 8 * S.size),
         interpret=interpret,
         name="delta_rule",
     )(q, k, v, gates, S)
