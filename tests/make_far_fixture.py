@@ -77,17 +77,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "deepseek_r1": ("deepseek-r1", "deepseek_v3", LATENT | dict(n_group=2, topk_group=1)),
     "kimi_k2": ("kimi-k2-instruct", "deepseek_v3", LATENT),
-    "qwen3_5": (
-        *("qwen3.5-9b", "qwen3_5_text"),
-        dict(
-            num_hidden_layers=2,
-            layer_types=["linear_attention", "full_attention"],
-            linear_num_key_heads=1,
-            linear_num_value_heads=2,
-            linear_key_head_dim=16,
-            linear_value_head_dim=12,
-        ),
-    ),
 }
 LARGER = {"q_proj.weight": 3.0, "q_b_proj.weight": 3.0, "q_norm.weight": 3.0}
 
@@ -128,7 +117,7 @@ def write(family: str) -> None:
     (directory / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
 
     model.double()
-    ids, cache, logits = torch.from_numpy(tokens())[None], DynamicCache(config=model.config), []
+    ids, cache, logits = torch.from_numpy(tokens())[None], DynamicCache(), []
     wanted = np.array(POINTS)[:, None] + np.arange(SHOWN)
     for start in range(0, wanted.max() + 1, PIECE):
         out = model(ids[:, start : start + PIECE], past_key_values=cache, use_cache=True)

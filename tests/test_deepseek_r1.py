@@ -204,9 +204,7 @@ DRAWN = dict(temperature=0.9, top_k=30)
     "axes, sampling",
     [
         ("tensor=2", DRAWN),
-        pytest.param("", {}, marks=full),
         pytest.param("", DRAWN, marks=full),
-        pytest.param("tensor=2", {}, marks=full),
         pytest.param("data=2", {}, marks=full),
     ],
 )

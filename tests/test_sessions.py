@@ -300,9 +300,7 @@ def test_lookup_continues_as_the_text_did_when_its_newest_tokens_last_stood_ther
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("draft", [None, "lookup"])
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.full) for f in CASES]
-)
+@pytest.mark.parametrize("family", [*QUICK, pytest.param("deepseek_r1", marks=pytest.mark.full)])
 def test_scores_are_those_of_the_whole_text(family, draft):
     """Of the tokens taken, of the likeliest, and of the prompt."""
     session = open_session(family, dtype="float32", draft=draft, draft_tokens=2, logprobs=True)
