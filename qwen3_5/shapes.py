@@ -139,6 +139,6 @@ SLICES: dict[str, Slice] = {
     "qwen3.8-27b": Slice("v5e:2x4", "tensor=8"),
     "qwen3.6-35b-a3b": Slice("v5e:2x4", "expert=8"),
     "qwen3.5-122b-a10b": Slice("v5e:4x4", "expert=16", quant="int8"),
-    "qwen3.5-397b-a17b": Slice("v6e:4x4", "expert=16", quant="int8"),
     "qwen3.8-2.4t-a95b": Slice("v5p:4x4x4", "expert=64", quant="int8"),
+    "qwen3.5-397b-a17b": Slice("v5e:8x8", "data=2,expert=32", quant="int8"),
 }
