@@ -478,15 +478,15 @@ def generate(
 # ---- what a loader needs: config.json, shapes and partitions, empty states, published names
 
 
+# The fields that the config.json of a dense model lacks.
+DENSE = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0) | dict(
+    shared_expert_intermediate_size=0
+)
 # Either all of these are published in fp8, or none.
 PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("in_proj_qkv", "in_proj_z", "out_proj"),
 }
-# The fields that the config.json of a dense model lacks.
-DENSE = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0) | dict(
-    shared_expert_intermediate_size=0
-)
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:

@@ -58,7 +58,23 @@ CHUNKED = {
     "rotary": "no attention factor",
     "rotate": "rotates neighbours",
 }
+RECURRENT = {
+    "DENSE": "lacks other fields",
+    "DecodeState": "some layers have a state",
+    "PROJECTIONS": "has matrices of its own",
+    "Step": "says which tokens are padding",
+    "embed": "skips padding",
+    "extend": "marks padding, which must not reach a state",
+    "forward": "some layers have a state; padding is marked",
+    "init_state": "some layers have a state",
+    "l2_norm": "norms a sum, not a mean",
+    "moe": "has a shared MLP with a gate",
+    "rms_norm": "multiplies by 1 + weight",
+    "rotary": "rotates a part of a head",
+    "rotate": "rotates a part of a head",
+}
 INTENDED |= {(name, "llama4"): why for name, why in CHUNKED.items()}
+INTENDED |= {(name, "qwen3_5"): why for name, why in RECURRENT.items()}
 INTENDED |= {(n, family): LATENT[n] for family in ("deepseek_r1", "kimi_k2") for n in LATENT}
 
 

@@ -218,6 +218,21 @@ def test_the_experts_of_the_two_models_are_those_that_the_picture_says():
     assert all(f"group {g}\nsum {total:.2f}" in said for g, total in enumerate(sums))
 
 
+def test_the_states_of_the_picture_are_written_and_weighed_by_the_rule():
+    S, k, v = np.array([[2.0, 1], [0, 3]]), np.array([1.0, 0]), np.array([1.0, 3])
+    u = 0.5 * (v - S.T @ k)
+    S, said = S + np.outer(k, u), words("qwen3_5")
+    assert "\n".join(f"{n:g}" for n in S.ravel()) in said
+    assert f"= ({u[0]:.1f}, {u[1]:.1f})" in said
+    assert f"now reads ({(S.T @ k)[0]:.1f}, {(S.T @ k)[1]:.1f})" in said
+    token, states = 16 * 2 * 4 * 256 * 2, 48 * 48 * 128 * 128 * 4
+    channels = 2 * 16 * 128 + 48 * 128  # queries, keys and values
+    rest = 48 * 4 * (channels * (3 + 8) + 48 * (2 * 8 + 1))
+    for n in (1, 8192, 262_144):
+        assert f"{n * token:,}\n{states + rest:,}\n" in said
+    assert f"values of {(states + rest) // token:,} tokens" in said and f"{states:,} bytes" in said
+
+
 def test_a_query_of_the_picture_sees_its_chunk():
     """Checks the coloured squares of both grids one by one."""
     root = ElementTree.parse(pictures.FOLDER / "llama4.svg").getroot()

@@ -24,12 +24,14 @@ from common.cache import COPY_BLOCK
 from common.experts import group_by_expert
 from common.kernels.decode_attention import FEW_QUERIES
 from common.kernels.decode_attention_tpu import list_blocks
+from common.kernels.delta_rule import Tokens, delta_rule
 from common.kernels.ragged_dot import ragged_dot
 from common.kernels.reference import attention_reference
 from common.kernels.softmax import NEG_INF, online_softmax
 from common.kernels.visible import first_seen
 from common.latents import empty_latent
 from common.quant import MXFP4_GROUP, Mxfp4, dequantize_mxfp4, e2m1
+from common.recurrent import PENDING, is_recurrent
 from common.serving.prefixes import (
     HOST,
     KEPT,
@@ -498,6 +500,81 @@ def llama4_chunks() -> Picture:
     return Picture("Llama 4: which keys each query sees", 498, shapes)
 
 
+def qwen3_5_memory() -> Picture:
+    model, c = published("qwen3_5", "qwen3.8-27b")
+
+    def cached(tokens: int) -> tuple[list[Any], list[Any]]:
+        """What a slot holds of so many tokens: in layers of attention, in linear layers."""
+        init = partial(model.init_state, c, 1, tokens, jnp.bfloat16)
+        cache = jax.eval_shape(init).cache
+        return tuple([x for x in cache if is_recurrent((x,)) == kind] for kind in (False, True))
+
+    def nbytes(layers: Any) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers))
+
+    counts = (1, 8192, c.max_position_embeddings)
+    kv, linear = cached(1)
+    H, (keys, values) = kv[0].k.shape[-1], linear[0].state.shape[-2:]
+    each, of_all, states = nbytes(kv), nbytes(linear), nbytes([x.state for x in linear])
+    before = jnp.array([[4.0, 2], [0, 6]])
+    k, v, left, strength = jnp.array([1.0, 0]), jnp.array([1.0, 3]), 0.5, 0.5
+    token = Tokens(*(x.reshape(1, 1, 1, 2) for x in (k, k)), v.reshape(1, 1, 1, 1, 2),
+                   *(jnp.full((1, 1, 1, 1), x) for x in (math.log(left), strength)))
+    S, o = delta_rule(before.reshape(1, 1, 1, 2, 2), token, 1, "reference")
+    forgot = before * left
+    error = v - k @ forgot
+
+    def matrix(x: float, S_HV: Any, kind: str, words: str) -> list[str]:
+        numbers = [[f"{n:g}" for n in row] for row in np.asarray(S_HV)]
+        return [*grid(x, 126, [[kind] * 2] * 2, 42, 30, numbers), text(x + 42, 204, words, "faint")]
+
+    shapes = [
+        text(20, 60, f"{len(kv)} layers of attention keep every token", "title left"),
+        text(20, 82, f"a head of each: keys and values, 2 x {shape('T', H)}", "left faint"),
+        text(395, 60, f"{len(linear)} linear layers keep one state", "title left"),
+        text(395, 82, f"a head of each: {shape(keys, values)}, always (here: {shape(2, 2)})",
+             "left faint"),
+    ]
+    for i, n in enumerate((1, 4, 8)):
+        y = 102 + 44 * i
+        shapes += grid(20, y, [["blue"] * n + ["empty"] * (8 - n)], 28, 28)
+        shapes.append(text(252, y + 14, f"T = {n}", "left faint"))
+    shapes += [
+        text(20, 244, "The query of token T is compared with T keys.", "left"),
+        text(20, 262, "A step reads all that is kept.", "left"),
+        *matrix(395, before, "green", "S, before"), arrow((479, 156), (545, 156)),
+        text(512, 143, f"times {left:g}", "faint"),
+        *matrix(545, forgot, "green", "it forgets"), arrow((629, 156), (740, 156)),
+        text(685, 143, "+ k outer u", "faint"),
+        *matrix(740, S[0, 0, 0], "purple", "S, after"),
+        text(395, 226, f"For k = {vector(k)}, S.T @ k is {vector(k @ forgot)}. "
+             f"It should be v = {vector(v)}:", "left"),
+        text(395, 244, f"u = strength · (v - S.T @ k) = {strength:g} · {vector(error)} = "
+             f"{vector(error * strength, 1)}", "left"),
+        text(395, 262, f"A query equal to k now reads {vector(o.ravel(), 1)}, whatever T is.",
+             "left"),
+        arrow((20, 284), (840, 284), head=False),
+        text(20, 308, "Bytes of one slot of Qwen3.8 27B: keys and values in bfloat16 (blue), "
+             "linear layers in float32 (purple)", "left"),
+    ]
+    scale = 560 / nbytes(cached(counts[-1])[0])
+    for i, n in enumerate(counts):
+        y, own = 328 + 44 * i, cached(n)
+        shapes.append(text(20, y + 16, f"{n:,} token{'s' * (n > 1)}", "left"))
+        for j, layers in enumerate(own):
+            size = nbytes(layers)
+            width, at = max(1, round(size * scale)), y + 18 * j
+            shapes += [box(140, at, width, 14, kind="purple" if j else "blue"),
+                       text(148 + width, at + 7, f"{size:,}", "left faint")]
+    shapes += [
+        text(20, 478, f"A token adds {each:,} bytes of keys and values. The linear layers take as "
+             f"much as the keys and values of {of_all // each:,} tokens.", "left"),
+        text(20, 496, f"Of that, {states:,} bytes are states. The rest is for the convolution, and "
+             f"for the newest tokens, up to {PENDING}.", "left"),
+    ]
+    return Picture("Qwen3.5: what a slot keeps of its tokens, in two kinds of layers", 518, shapes)
+
+
 def kernel_blocks() -> Picture:
     S, block, window, lengths = 1024, 128, 300, [700, 130, 0, 1000]
     starts = [0, 0, 0, int(first_seen(jnp.array(lengths[3] - 1), window=window))]
@@ -670,6 +747,7 @@ PICTURES = {
     "llama4": llama4_chunks,
     "deepseek_r1": deepseek_attention,
     "kimi_k2": kimi_router,
+    "qwen3_5": qwen3_5_memory,
     "kernels": kernel_blocks,
     "serving": serving_slots,
 }
