@@ -283,8 +283,8 @@ def linear_attention(
     def tokens(inputs_BCT: Array, decay_BTN: Array, strength_BTN: Array) -> Tokens:
         """The convolution of inputs, which begin W - 1 tokens earlier, and what it gives."""
         n = inputs_BCT.shape[-1] - W + 1
-        taps = w.conv[:, 0].astype(jnp.float32).T
-        mixed = sum(tap[:, None] * inputs_BCT[..., i : i + n] for i, tap in enumerate(taps))
+        taps = [w.conv[:, :, i].astype(jnp.float32) for i in range(W)]
+        mixed = sum(tap * inputs_BCT[..., i : i + n] for i, tap in enumerate(taps))
         q, k, v = jnp.split(jax.nn.silu(mixed).swapaxes(1, 2), (K * H, 2 * K * H), axis=-1)
         q, k = (l2_norm(a.reshape(B, n, K, H)) for a in (q, k))
         shape = (B, n, K, N // K)
