@@ -148,12 +148,21 @@ ACTIONS = st.lists(
     "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.full) for f in CASES]
 )
 @settings(max_examples=25)
-@given(ACTIONS, st.sampled_from([0, 2, 4]), st.sampled_from([0.0, 2.5, 100.0]), st.booleans())
-def test_each_request_has_the_text_that_it_has_alone(family, actions, keep, keep_host, replies):
+@given(
+    ACTIONS,
+    st.sampled_from([0, 2, 4]),
+    st.sampled_from([0.0, 2.5, 100.0]),
+    st.booleans(),
+    st.sampled_from([None, None, "lookup"]),
+)
+def test_each_request_has_the_text_that_it_has_alone(
+    family, actions, keep, keep_host, replies, draft
+):
     """Whatever comes before it, beside it and after it. Replies are reused where no rounding of the
     cache to integers makes a difference."""
     whole = CASES[family][2] == "int8" or not replies
-    run = Run(family, keep=keep, keep_host=keep_host, reuse_multiple=CHUNK if whole else 1)
+    options = dict(reuse_multiple=CHUNK if whole else 1, draft=draft, draft_tokens=3)
+    run = Run(family, keep=keep, keep_host=keep_host, **options)
     for what, n in actions:
         if what == "submit":
             run.submit(n)

@@ -27,7 +27,7 @@ def test_every_row_that_the_script_would_compile_is_in_the_data_and_each_size_fi
     rows = topologies.rows_read(DATA)
     assert {row.key for row in rows} <= set(DATA)
     fitting = {row.size for row in rows if DATA[row.key]["fits"]}
-    assert fitting == {size for _, size in topologies.sizes()}
+    assert fitting == {size for _, size in topologies.tabled()}
 
 
 @pytest.mark.full
@@ -55,7 +55,7 @@ def test_every_chosen_mesh_is_within_a_twentieth_of_the_best_that_a_search_found
     assert set(SEARCHES) == {f"search {row.key}" for row in topologies.searched(rows)}
     alone = {row.size for row in rows if row.topology == "v5e:1x1"}
     searched = {topologies.row_of(key).size for key in SEARCHES}
-    assert searched | alone == {size for _, size in topologies.sizes()}
+    assert searched | alone == {size for _, size in topologies.tabled()}
     for key, found in SEARCHES.items():
         ratio = found["meshes"][found["chosen"]] / min(found["meshes"].values())
         assert ratio <= 1.05, f"{key}: {found}"

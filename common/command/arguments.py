@@ -159,7 +159,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     told = "prefix cache: host memory for further sequences (default: 0)"
     add("--keep-host", type=within(float, 0), default=0.0, metavar="GB", help=told)
     told = "speculative decoding by lookup (in the text itself), auto (lookup, while that is "
-    told += "faster), mtp (DeepSeek's own layer), or [FAMILY:]CKPT, a smaller model"
+    told += "faster), mtp (a layer of the files), or [FAMILY:]CKPT, a smaller model"
     add("--draft", metavar="SOURCE", help=told)
     told = f"how many tokens are drafted at once (default: {DRAFT_TOKENS}; mtp: 1)"
     add("--draft-tokens", type=count(1, MOST_DRAFTS), default=DRAFT_TOKENS, metavar="K", help=told)
