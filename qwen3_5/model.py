@@ -210,8 +210,8 @@ def rope_frequencies(config: Config) -> np.ndarray:
     """One frequency for each pair of the R numbers of a head that rotate, float32 [R / 2]."""
     R = int(config.head_dim * config.partial_rotary_factor)
     exponent = np.arange(0, R, 2, dtype=np.float32) / R
-    frequency = 1 / np.power(config.rope_theta, exponent, dtype=np.float64)
-    return frequency.astype(np.float32)
+    frequency: np.ndarray = np.power(config.rope_theta, exponent, dtype=np.float64)
+    return 1 / frequency.astype(np.float32)
 
 
 def rotary(position_BT: Array, config: Config) -> tuple[Array, Array]:

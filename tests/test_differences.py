@@ -70,6 +70,7 @@ RECURRENT = {
     "l2_norm": "norms a sum, not a mean",
     "moe": "has a shared MLP with a gate",
     "rms_norm": "multiplies by 1 + weight",
+    "rope_frequencies": "rotates a part of a head",
     "rotary": "rotates a part of a head",
     "rotate": "rotates a part of a head",
 }
