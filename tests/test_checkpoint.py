@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 from common.loading import checkpoint as ck
 from common.loading import reading
 from common.loading.files import MOST_LINES
-from common.loading.matching import Source
+from common.loading.matching import Source, rows_by_path
 from common.loading.random_weights import random_weights
 from common.loading.reading import check_finite, limits_of
 from common.loading.stored import StoredTensor, open_tensors
@@ -683,3 +683,11 @@ def test_random_matrices_are_centred_have_the_published_scale_and_never_repeat(s
     columns = [tuple(np.round(c[:8] * 1e6)) for x in matrices for c in x.T]
     columns += [tuple(np.round(r[:8] * 1e6)) for x in matrices for r in x]
     assert len(set(columns)) == len(columns)
+
+
+def test_two_rows_that_make_one_weight_in_two_ways_are_refused():
+    """With the name of a layer's second kind the last row would win in silence."""
+    one, other = (("layers.*.w", Order(0, 1, blocks)) for blocks in ((0, 1), (1, 0)))
+    rows_by_path({"a.*.w": one, "b.*.w": one})
+    told = "a.*.w and b.*.w become layers.*.w in two ways"
+    refused(ValueError, told, rows_by_path, {"a.*.w": one, "b.*.w": other})

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine import watch
+from engine import FIXTURES, watch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -332,3 +332,11 @@ def test_logits_of_a_text_are_one_program(session):
     scores, _ = logits(*given, config=llama.config, mesh=llama.mesh)
     jax.block_until_ready(scores)
     assert sessions.compilations - before == 1
+
+
+def test_a_directory_without_a_tokenizer_takes_ids_and_says_so_when_a_text_is_given():
+    opened = load(model, str(FIXTURES / "llama3" / "tied"), mesh=make_mesh(), dtype="float32")
+    events = list(serve(start_session(opened, 1, 32), [Request([3, 4, 5], 4)]))
+    assert len(events) == 4 and opened.tokenizer is None
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        complete(opened, ["a text"], 4)

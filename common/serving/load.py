@@ -115,8 +115,9 @@ def open_model(
         mesh = best_mesh(Plan(module, config, slots, capacity, **stored), devices)
     shards = model_shards(mesh)
     check_divides(declare(module, config, shards)[0], shards)
-    has_one = directory is not None and has_tokenizer(directory)
-    tokenizer = load_tokenizer(directory) if directory is not None and has_one else None
+    tokenizer = None
+    if directory is not None and has_tokenizer(directory):
+        tokenizer = load_tokenizer(directory)
     sampling, notes = ({}, []) if directory is None else read_generation(directory)
     notes += tokenizer.notes if tokenizer else []
     if not dtype and kind == jnp.bfloat16 and stored_dtype(hf) == "float16":
