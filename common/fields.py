@@ -35,13 +35,13 @@ def one_each(other: str) -> Relation:
 
 
 def with_layers(config: Any, n: int) -> Any:
-    """The config of a model that has the first n layers alone. A field that has an entry for each
+    """The config of a model that has the first n layers alone. A tuple with an entry for each
     layer, as `one_each("num_hidden_layers")` declares, is cut."""
-    lists = [
-        name
+    cut = {
+        name: getattr(config, name)[:n]
         for name, hint in get_type_hints(type(config), include_extras=True).items()
         for rule in getattr(hint, "__metadata__", ())
-        if isinstance(rule, Relation) and rule[::2] == one_each("num_hidden_layers")[::2]
-    ]
-    cut = {name: getattr(config, name)[:n] for name in lists}
+        if isinstance(rule, Relation) and rule.other == "num_hidden_layers"
+        if isinstance(getattr(config, name), tuple)
+    }
     return config._replace(num_hidden_layers=n, **cut)

@@ -143,6 +143,22 @@ def test_the_kernel_reads_nothing_unset_or_out_of_bounds_and_does_not_race(case,
     assert "RACE" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
+def test_a_text_that_begins_forgets_even_nan_and_a_lost_state_is_nan(implementation):
+    """Of two slots, the first one begins: what it holds is from an earlier text."""
+    S, x, kept, _ = make(Case(9, 1, 2, kept=8))
+    x = x._replace(decay=x.decay.copy())
+    x.decay[0, 0], x.decay[1, 0] = -np.inf, np.nan
+    state, o = delta_rule(
+        S * np.array([np.nan, 1])[:, None, None, None, None], x, kept, implementation
+    )
+    clean = x._replace(decay=np.where(np.isfinite(x.decay), x.decay, 0))
+    want, want_o = definition(S * 0, clean, kept)
+    assert_close(state[0], want[0], rtol=rounding(136))
+    assert_close(o[0], want_o[0], rtol=rounding(136))
+    assert jnp.isnan(state[1]).all() and jnp.isnan(o[1]).all()
+
+
 def test_three_pieces_of_8_bits_are_all_of_a_float32_number():
     x = np.random.default_rng(0).standard_normal((8, 128)).astype(np.float32)
     x[0, :4] = 0, -0.0, 2**-70, 1 - 2**-24

@@ -9,6 +9,7 @@ import pytest
 from compare import assert_close
 from engine import FIXTURES, goldens, hf_config, init_state, load
 
+from common.fields import with_layers
 from common.loading import checkpoint
 from common.recurrent import PENDING, Recurrent, past
 from common.serving.load import Model
@@ -24,8 +25,8 @@ CHUNK = 512  # in which sessions read prompts
 
 
 @functools.cache
-def opened(variant="dense"):
-    module, config, weights, mesh, *_ = load("qwen3_5", variant)
+def opened():
+    module, config, weights, mesh, *_ = load("qwen3_5", "dense")
     return Model(module, config, mesh, weights, None, np.dtype("float32"), None, None)
 
 
@@ -160,11 +161,13 @@ def test_a_setting_that_is_not_implemented_is_refused_by_name(name, value):
 
 
 def test_the_embedding_is_the_head_if_either_part_of_the_file_says_so():
-    hf = hf_config("qwen3_5", "nested_tied")
-    for part in (hf, hf["text_config"]):
-        assert part.pop("tie_word_embeddings") and model.config_from_hf(hf) != {}
-        tied = model.config_from_hf(hf).tie_word_embeddings
-        assert tied == (part is hf)
+    for outer, inner, tied in ((True, None, True), (None, True, True), (None, None, False)):
+        hf = hf_config("qwen3_5", "nested_tied") | dict(tie_word_embeddings=outer)
+        hf["text_config"]["tie_word_embeddings"] = inner
+        for part in (hf, hf["text_config"]):
+            if part["tie_word_embeddings"] is None:
+                del part["tie_word_embeddings"]
+        assert model.config_from_hf(hf).tie_word_embeddings == tied
     hf = hf_config("qwen3_5", "nested_tied")
     hf["text_config"]["tie_word_embeddings"] = False
     with pytest.raises(ValueError, match="one setting under two names"):
@@ -172,8 +175,6 @@ def test_the_embedding_is_the_head_if_either_part_of_the_file_says_so():
 
 
 def test_fewer_layers_keep_their_kinds():
-    from common.fields import with_layers
-
     config = with_layers(opened().config, 3)
     assert config.layer_types == ("linear_attention",) * 3 and config.num_hidden_layers == 3
 

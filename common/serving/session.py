@@ -186,7 +186,6 @@ class Session:
     logprobs: bool  # whether requests may ask for them
     gain: Gain | None  # if drafts are turned off where they do not pay
     prefixes: list[Prefixes]  # what each data shard holds
-    recurrent: bool  # whether layers have a state, which can be continued only where it was kept
     seen_BV: jax.Array | None = None  # of `Rules`, for all slots, once a request has a penalty
     arrived: list[tuple[int, Request | None]] = field(default_factory=list)  # None: given up
     works: dict[int, Work] = field(default_factory=dict)  # all that have not ended, by number
@@ -205,6 +204,11 @@ class Session:
     @property
     def model(self) -> Model:
         return self.models[0]
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers have a state, which can be continued only where it was kept."""
+        return any(is_recurrent(state.cache) for state in self.states)
 
     @property
     def per_row(self) -> int:
@@ -270,8 +274,7 @@ def start_session(
     prompts = states(rows)
     publish((prompts[0].token_B, None), mesh)  # compiles it before anything is timed
     caches = jax.eval_shape(lambda: [state.cache for state in prompts])
-    recurrent = any(map(is_recurrent, caches))
-    if recurrent and draft is not None and draft_tokens >= PENDING:
+    if any(map(is_recurrent, caches)) and draft is not None and draft_tokens >= PENDING:
         raise ValueError(f"with recurrent layers at most {PENDING - 1} tokens are drafted at once")
     slot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches)) // rows
     by_shard, text_BS = NamedSharding(mesh, P(DATA)), None
@@ -292,7 +295,6 @@ def start_session(
         logprobs=logprobs,
         gain=Gain() if draft == "auto" else None,
         prefixes=[Prefixes(partial(usable, caches, reuse_multiple)) for _ in range(rows)],
-        recurrent=recurrent,
     )
 
 

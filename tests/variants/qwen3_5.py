@@ -81,13 +81,7 @@ VARIANTS = {
         1,
         transformers.Qwen3_5TextConfig(
             **text(
-                40,
-                8,
-                2,
-                16,
-                131,
-                4,
-                34,
+                *(40, 8, 2, 16, 131, 4, 34),
                 linear=(4, 8, 12, 10),
                 theta=300.0,
                 rms_norm_eps=1e-2,
@@ -115,12 +109,7 @@ VARIANTS = {
         3,
         Qwen3_5MoeTextConfig(
             **text(
-                44,
-                8,
-                2,
-                16,
-                107,
-                4,
+                *(44, 8, 2, 16, 107, 4),
                 linear=(4, 8, 16, 12),
                 theta=500.0,
                 moe=(14, 6, 3, 26),
