@@ -182,8 +182,9 @@ def small_rings(monkeypatch):
 
 @pytest.mark.one_in(17)
 @pytest.mark.parametrize("implementation", ["blocked", "tpu", "reference"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["f32", "int8"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout, dtype", [("rows", jnp.int8), ("keys", jnp.float32)], ids=["rows-int8", "keys-f32"]
+)
 @pytest.mark.parametrize("ring", RINGS)
 def test_a_ring_gives_what_a_whole_cache_gives(ring, layout, dtype, implementation, small_rings):
     """To the last bit, if both are read in the same blocks. In steps of one token and of many,
@@ -336,10 +337,11 @@ def expanded(layer, q_BTNH, end_B, implementation, axes):
     return np.asarray(jax.jit(run)(layer, q_BTNH, end_B, w_NCH))
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("implementation", ["blocked", "tpu"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8, jnp.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("longest", [-3, 5], ids="{:+}".format)
+@pytest.mark.parametrize(
+    "longest, dtype", [(-3, jnp.int8), (5, jnp.float32), (5, jnp.float8_e4m3fn)], ids=str
+)
 def test_keys_and_values_made_in_parts_give_what_all_at_once_give(longest, dtype, implementation):
     """Slots end in the first part, at the end of a part, and before or past the capacity; one is
     empty. What lies past an end is NaN."""

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from common.command import cli
 from common.command.arguments import parser
-from common.command.converse import read_prompts
+from common.command.converse import encode_prompt, read_prompts
 from common.serving.load import load, open_model
 from common.serving.session import start_session
 from common.sharding import make_mesh
@@ -506,3 +506,32 @@ def test_a_damaged_checkpoint_is_one_line_and_no_traceback(run, instruct):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ") and "model.safetensors" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_lines_of_json_are_texts_or_conversations(tmp_path, instruct):
+    """A conversation goes through the chat template, as --system and --prompt do."""
+    file = tmp_path / "prompts.jsonl"
+    told = [dict(role="system", content="Be brief."), dict(role="user", content="Who is there?")]
+    lines = [dict(prompt="Who is there?"), dict(messages=told)]
+    file.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    demo = open_model(model, instruct)
+
+    def ids(*words):
+        args = parser("llama3").parse_args(list(map(str, words)))
+        return [encode_prompt(demo, args, prompt) for prompt in read_prompts(args)]
+
+    one, two = ids("--prompts", file)
+    assert [one] == ids("--prompt", "Who is there?")
+    assert [two] == ids("--prompt", "Who is there?", "--system", "Be brief.") != [one]
+    with pytest.raises(ValueError, match="a line with messages needs a chat template"):
+        ids("--prompts", file, "--raw")
+
+
+@pytest.mark.parametrize(
+    "line", ["Who?", '"Who?"', "{}", '{"prompt": 3}', '{"messages": []}', '{"prompt": "", "n": 1}']
+)
+def test_another_line_of_json_is_refused_by_its_number(line, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one"}\n' + line)
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:2: expected {.prompt.: "):
+        read_prompts(parser("llama3").parse_args(["--prompts", str(file)]))

@@ -106,6 +106,10 @@ def on(cases: Any) -> Any:
     return pytest.mark.parametrize("family, variant, axes", list(cases))
 
 
+def where_heads_move() -> Any:
+    return ((f, v, mesh_that_moves_heads(f, v)) for f, v in VARIANTS)
+
+
 def on_one_device() -> Any:
     return ((f, v, "") for f, v in VARIANTS)
 
@@ -115,16 +119,15 @@ def on_the_widest_mesh() -> Any:
 
 
 def on_meshes() -> Any:
-    """Yields every variant on the mesh that moves its heads, and every family on every other mesh:
-    each of them with another variant, as far as there are enough."""
+    """Yields every family on every mesh where none of its variants moves heads: each of them with
+    another variant, as far as there are enough."""
     for family in FAMILIES:
         variants = fixtures(family)
-        moving = [(v, axes) for v in variants if (axes := mesh_that_moves_heads(family, v))]
-        yield from ((family, *case) for case in moving)
+        moving = {mesh_that_moves_heads(family, v) for v in variants}
         for i, axes in enumerate((*MESHES, *ALONE)):
             turned = variants[i % len(variants) :] + variants[: i % len(variants)]
             variant = next((v for v in turned if axes in meshes(family, v)), None)
-            if variant and (variant, axes) not in moving:
+            if variant and axes not in moving:
                 yield family, variant, axes
 
 
@@ -142,6 +145,10 @@ def some_of(cases: Any, count: int) -> Any:
         yield pytest.param(f, v, axes, marks=() if v in FAMILIES[f].precise[:count] else full)
 
 
+def of_precise(cases: Any) -> Any:
+    return (case for case in cases if case[1] in FAMILIES[case[0]].precise)
+
+
 def of_first(cases: Any) -> Any:
     """Yields the cases of the first precision variants. By default, none of them runs."""
     first = [case for case in cases if case[1] == FAMILIES[case[0]].precise[0]]
@@ -154,7 +161,7 @@ SECOND = pytest.mark.parametrize("family, variant", [(f, FAMILIES[f].precise[1])
 # ---- against transformers
 
 
-@on(once_each([*on_one_device(), *on_meshes()]))
+@on(once_each([*where_heads_move(), *on_meshes()]))
 def test_logits_of_a_ragged_batch_equal_those_of_transformers(family, variant, axes):
     engine = load(family, variant, axes)
     assert_golden(prompt_logits(engine), engine, atol=FAMILIES[family].atol)
@@ -168,7 +175,7 @@ def test_logits_token_by_token_equal_them_while_slots_come_and_go(family, varian
 
 
 @pytest.mark.one_in(5)
-@on([*some_of(on_the_widest_mesh(), 1), *of_first(on_one_device())])
+@on([*some_of(of_precise(on_the_widest_mesh()), 1), *of_first(on_one_device())])
 def test_greedy_continuations_equal_those_of_transformers(family, variant, axes):
     """They go through prefill in chunks, insert and generate. The prompts arrive one after the
     other, in slots of every data shard."""
@@ -197,17 +204,20 @@ PRECISIONS = {  # by the name of the bound: dtype, storage of the weights, cache
 
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize(
-    "precision", [pytest.param(p, marks=() if p == "int8_both" else full) for p in PRECISIONS]
-)
-@pytest.mark.parametrize(
-    "second, steps",
-    [(False, stepwise_logits), pytest.param(True, prompt_logits, marks=full)],
-    ids=["first-decode", "second-prefill"],
+    "second, precision",
+    [
+        (False, "int8_both"),
+        pytest.param(True, "int8_both", marks=full),
+        pytest.param(False, "int8_cache", marks=full),
+        pytest.param(True, "int8_weights", marks=full),
+        pytest.param(False, "bf16", marks=full),
+    ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_low_precision_stays_near_float32(family, second, steps, precision):
+def test_low_precision_stays_near_float32(family, second, precision):
+    """The first variant token by token, the second one as prompts."""
     weights, storage, cache = PRECISIONS[precision]
-    variant = FAMILIES[family].precise[second]
+    variant, steps = FAMILIES[family].precise[second], (stepwise_logits, prompt_logits)[second]
     axes = "" if second else next(m for m in ("tensor=2", "") if not m or fits(family, variant, m))
     engine = load(family, variant, axes, weights, storage)
     want = [prompt.logits for prompt in goldens(family, variant)]

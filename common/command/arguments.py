@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +34,9 @@ class Parser(argparse.ArgumentParser):
     """Raises mistakes as ValueError, so that they are reported like all others."""
 
     def error(self, message: str) -> NoReturn:
+        wrong = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if wrong and (near := get_close_matches(wrong[1], self._option_string_actions, 1)):
+            message = f"{wrong[1]} is no option; did you mean {near[0]}?"
         raise ValueError(f"{message} (see --help)")
 
 
@@ -110,7 +114,8 @@ def parser(name: str) -> argparse.ArgumentParser:
 
     add = ap.add_argument_group("prompts (default: standard input, as one prompt)").add_argument
     add("--prompt", action="append", metavar="P", help="a prompt; may be repeated")
-    add("--prompts", type=Path, metavar="FILE", help="read prompts from FILE, one per line")
+    told = "one prompt per line; in a .jsonl file, an object with prompt or messages"
+    add("--prompts", type=Path, metavar="FILE", help=told)
     add("--chat", **flag, help="hold a conversation: each line of standard input is a turn")
     add("--system", metavar="S", help="system message for the chat template")
     either = argparse.BooleanOptionalAction

@@ -19,7 +19,7 @@ import jax
 from jax.typing import DTypeLike
 
 from common.command.arguments import check_options, parser, read_host_options
-from common.command.converse import answer_prompts, converse, plan_prompts, read_prompts
+from common.command.converse import Prompt, answer_prompts, converse, plan_prompts, read_prompts
 from common.command.environment import configure_jax
 from common.loading.checkpoint import progress_bar
 from common.loading.files import first_line
@@ -200,7 +200,7 @@ def main(
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     rank = None if args.dry_run else find_rank(args)
 
-    def prepare() -> tuple[list[str], Facts]:
+    def prepare() -> tuple[list[Prompt], Facts]:
         """Checks all that needs no device. Returns the prompts, which process 0 reads, and what
         several processes must have in common."""
         if mistake is not None:
@@ -226,7 +226,7 @@ def main(
     run(module, args, prompts, rank)
 
 
-def run(module: ModuleType, args: Namespace, prompts: list[str], rank: Rank | None) -> None:
+def run(module: ModuleType, args: Namespace, prompts: list[Prompt], rank: Rank | None) -> None:
     """Opens the model without its weights, encodes and checks the prompts, checks the memory, loads
     the weights, and then generates."""
     configure_jax(parse_mesh(",".join(args.mesh)), rank.processes if rank else 1)

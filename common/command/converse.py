@@ -24,15 +24,33 @@ from common.text.grammar import behind_thoughts, json_grammar
 from common.text.reply import ANALYSIS, FINAL
 from common.text.tokenizer import Tokenizer, encode
 
+Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation
 
-def read_prompts(args: Namespace) -> list[str]:
-    """Returns the texts to answer, from --prompt, --prompts or standard input."""
-    prompts = list(args.prompt or [])
+
+def read_line(line: str, where: str) -> Prompt:
+    """Reads a line of a .jsonl file: an object with a text as `prompt`, or with `messages`."""
+    try:
+        match parse_json(line):
+            case {"prompt": str(text), **rest} if not rest:
+                return text
+            case {"messages": [*messages], **rest} if not rest:
+                if messages and all(isinstance(x, dict) and "role" in x for x in messages):
+                    return messages
+    except (ValueError, RecursionError):
+        pass
+    raise ValueError(f'{where}: expected {{"prompt": "a text"}} or {{"messages": [...]}} alone')
+
+
+def read_prompts(args: Namespace) -> list[Prompt]:
+    """Returns what to answer, from --prompt, --prompts or standard input."""
+    prompts: list[Prompt] = list(args.prompt or [])
     try:
         if args.prompts:
             text = args.prompts.read_text("utf-8-sig")  # without a byte-order mark
             # Not splitlines, which also cuts at form feeds and at separators such as U+2028.
-            prompts += [line for line in text.split("\n") if line.strip()]
+            lines = [(i, x) for i, x in enumerate(text.split("\n"), 1) if x.strip()]
+            is_json = args.prompts.suffix == ".jsonl"
+            prompts += [read_line(x, f"{args.prompts}:{i}") if is_json else x for i, x in lines]
         elif not prompts and not sys.stdin.isatty():
             text = sys.stdin.read().removeprefix("\ufeff")
             prompts = [text] if text.strip() else []
@@ -52,23 +70,26 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def encode_prompt(model: Model, args: Namespace, text: str) -> list[int]:
+def encode_prompt(model: Model, args: Namespace, prompt: Prompt) -> list[int]:
     """Encodes one prompt, through the chat template if the checkpoint has one."""
     if (tok := model.tokenizer) is None:  # random weights of a lone config: any ids will do
-        return [byte % model.config.vocab_size for byte in text.encode()]
+        return [byte % model.config.vocab_size for byte in str(prompt).encode()]
     if not args.raw and tok.chat_template is not None:
-        return encode_turns(tok, args, [("user", text)])
-    if args.system or args.think is not None:
+        return encode_turns(tok, args, [("user", prompt)] if isinstance(prompt, str) else prompt)
+    if args.system or args.think is not None or not isinstance(prompt, str):
         what = "--system" if args.system else "--think or --no-think"
+        what = what if isinstance(prompt, str) else "a line with messages"
         raise ValueError(
             f"{what} needs a chat template: this checkpoint has none, or --raw was given"
         )
-    return encode(tok, text)
+    return encode(tok, prompt)
 
 
-def encode_turns(tok: Tokenizer, args: Namespace, turns: Sequence[tuple[str, str]]) -> list[int]:
-    system = [("system", args.system)] if args.system else []
-    messages = [{"role": role, "content": content} for role, content in (*system, *turns)]
+def encode_turns(
+    tok: Tokenizer, args: Namespace, turns: Sequence[tuple[str, str] | dict[str, Any]]
+) -> list[int]:
+    turns = [("system", args.system), *turns] if args.system else turns
+    messages = [x if isinstance(x, dict) else dict(role=x[0], content=x[1]) for x in turns]
     return encode_chat(tok, messages, **thinking_options(tok, args.think, None))
 
 
@@ -95,7 +116,7 @@ def make_request(model: Model, args: Namespace, ids: Sequence[int], index: int) 
 
 
 def plan_prompts(
-    model: Model, args: Namespace, texts: list[str]
+    model: Model, args: Namespace, texts: list[Prompt]
 ) -> tuple[list[Request], tuple[int, int]]:
     """Encodes and checks all prompts before any weight is loaded. Without a prompt, checks what a
     conversation or a server needs. Returns the requests, and the slots of the session with the
@@ -182,7 +203,7 @@ def interruptible() -> Iterator[list[int]]:
 
 
 def answer_prompts(
-    session: Session, args: Namespace, prompts: list[str], requests: list[Request]
+    session: Session, args: Namespace, prompts: list[Prompt], requests: list[Request]
 ) -> tuple[list[Reply], list[int]]:
     """Answers all prompts, and writes the answers in their order. Returns the answers, and the
     signals that interrupted them."""

@@ -25,19 +25,29 @@ def published_sizes(module: ModuleType) -> dict[str, dict[str, Any]]:
     return importlib.import_module(f"{module.__package__}.shapes").SHAPES
 
 
+def families_of(hf: dict[str, Any], root: Path) -> list[str]:
+    """Returns the folders in `root` whose model.py computes the model_type of a config.json, or
+    that of its text_config."""
+    text = hf.get("text_config")
+    kinds = [x.get("model_type") for x in (hf, text) if isinstance(x, dict)]
+    either = "|".join(re.escape(str(x)) for x in kinds)
+    accepts = re.compile(rf'model_types=\([^)]*"({either})"')
+    files = sorted(root.glob("*/model.py"))
+    return [x.parent.name for x in files if accepts.search(x.read_text("utf-8", "replace"))]
+
+
 def read_model_config(module: ModuleType, hf: dict[str, Any]) -> Any:
     """Returns the model file's Config for a parsed config.json. If another family computes such
     checkpoints, the error says which command runs them."""
     try:
         return module.config_from_hf(hf)
     except ValueError as error:
-        kind, own = hf.get("model_type"), folder(module)
-        accepts = rf'model_types=\([^)]*"{re.escape(str(kind))}"'
-        for file in sorted(own.parent.glob("*/model.py")):
-            if file.parent != own and re.search(accepts, file.read_text("utf-8", "replace")):
-                what = f"is another family's; run it with python -m {file.parent.name}.main"
-                raise ValueError(f"config.json: model_type={kind!r} {what}") from None
-        raise error
+        own = folder(module)
+        others = [family for family in families_of(hf, own.parent) if family != own.name]
+        if not others:
+            raise error
+        what = f"is another family's; run it with python -m {others[0]}.main"
+        raise ValueError(f"config.json: model_type={hf['model_type']!r} {what}") from None
 
 
 def read_shape(

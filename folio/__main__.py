@@ -1,0 +1,56 @@
+"""Runs the command line of the family that a checkpoint belongs to.
+
+python -m folio --ckpt DIR_OR_HUB_ID --prompt "Why is the sky blue?"
+python -m folio --help
+"""
+
+import importlib
+import runpy
+from pathlib import Path
+
+from common.command.arguments import Parser
+from common.command.cli import mistakes_on_one_line
+from common.loading.files import read_json
+from common.loading.hub import locate
+from common.loading.shape import families_of, published_sizes
+
+ROOT = Path(__file__).parent.parent
+DEMO = "llama3"  # answers if no checkpoint is given
+
+
+def family_of(ckpt: str, revision: str | None = None) -> str:
+    """Returns the folder that runs a checkpoint: a directory, a hub id, a config.json, or a size of
+    some family's shapes.py. ValueError names what no family computes."""
+    families = sorted(file.parent.name for file in ROOT.glob("*/model.py"))
+    with_sizes = [family for family in families if (ROOT / family / "shapes.py").exists()]
+    for family in with_sizes:
+        if ckpt in published_sizes(importlib.import_module(f"{family}.model")):
+            return family
+    file = Path(ckpt)
+    if not file.is_file():
+        file = locate(ckpt, revision, ["config.json"]) / "config.json"
+    hf = read_json(file)
+    if found := families_of(hf, ROOT):
+        return found[0]
+    kind, known = hf.get("model_type"), ", ".join(families)
+    raise ValueError(f"{ckpt}: model_type={kind!r} in config.json is of none of {known}")
+
+
+@mistakes_on_one_line()
+def find() -> str:
+    known = Parser(add_help=False)
+    known.add_argument("--ckpt")
+    known.add_argument("--adapter")
+    known.add_argument("--revision")
+    args = known.parse_known_args()[0]
+    if args.ckpt is None and args.adapter is not None:
+        raise ValueError("--adapter needs --ckpt here: the base model, which says the family")
+    return DEMO if args.ckpt is None else family_of(args.ckpt, args.revision)
+
+
+def main() -> None:
+    runpy.run_module(f"{find()}.main", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
