@@ -1,6 +1,7 @@
 """The cache of a layer: keys and values of the tokens of each slot, and the attention that reads
 them. A cache is written at positions, and never read at or past a slot's length."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from common.kernels.decode_attention import FEW_QUERIES, ragged_decode_attention
-from common.kernels.dispatch import AUTO
+from common.kernels.dispatch import AUTO, Impl
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.visible import first_seen
 from common.quant import quantize_rows
@@ -62,6 +63,8 @@ class RowCache(NamedTuple):
 
 
 LayerCache = KVCache | RowCache
+# Attention of one slot: (q_TKGH, k_KSH, v_KSH, position_T, position_S) -> o_TKGH.
+Definition = Callable[[Array, Array, Array, Array, Array], Array]
 Layer = TypeVar("Layer", bound=LayerCache)
 
 
@@ -224,6 +227,7 @@ def attend(
     cache: LayerCache,
     end_B: Array,
     implementation: str = AUTO,
+    definition: Definition | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -236,9 +240,12 @@ def attend(
     A query sees all positions up to its own. With `window` it sees the last `window` of them, its
     own included; with `chunk` it sees those with the same position // chunk. Up to FEW_QUERIES
     queries go to `ragged_decode_attention`, more go to `prefill_attention`; both explain the other
-    arguments.
+    arguments. implementation="reference" runs the model file's `definition` instead, which has its
+    own scale, window, chunk and sinks.
     """
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+    if implementation == Impl.REFERENCE and definition is not None:
+        return attend_by(definition, q_BTNH, cache, end_B)
     options: Any = dict(k_scale_BKS=cache.k_scale, v_scale_BKS=cache.v_scale, sinks_N=sinks_N)
     if isinstance(cache, RowCache):
         options |= dict(k_BKSH=cache.rows, v_BKSH=None, v_dim=H)
@@ -252,6 +259,34 @@ def attend(
         attend = partial(ragged_decode_attention, starts=starts)
     o: Array = attend(q_BTNH, lengths_B=end_B, **options)
     return o
+
+
+def attend_by(definition: Definition, q_BTNH: Array, cache: LayerCache, end_B: Array) -> Array:
+    """`attend` by the model file's own definition, in float32 and one slot at a time."""
+    (B, T, _, H), S = q_BTNH.shape, places(cache)
+    if isinstance(cache, RowCache):
+        v, k = jnp.split(cache.rows, 2, axis=-1)
+    else:
+        k, v = cache.k, cache.v
+    # A skipped slot is taken for one of T tokens whose keys and values are zeros.
+    end_B1, place_S = jnp.maximum(end_B, T)[:, None], jnp.arange(S)
+    position_BS = place_S if cache.ring is None else end_B1 - 1 - (end_B1 - 1 - place_S) % S
+    is_filled_BS = (position_BS >= 0) & (position_BS < end_B1)
+    # A place that no token has written has a position that none has reached.
+    position_BS = jnp.where(is_filled_BS, position_BS, np.iinfo(np.int32).max)
+    is_real_BS = is_filled_BS & (end_B > 0)[:, None]  # the rest may be NaN
+
+    def plain(x: Array, scale: Array | None) -> Array:
+        x = x.astype(jnp.float32) * (1 if scale is None else scale[..., None])
+        return jnp.where(is_real_BS[:, None, :, None], x, 0)
+
+    position_BT = end_B1 + jnp.arange(-T, 0)
+    if cache.ring is None:  # padding past the capacity was not appended
+        position_BT = jnp.minimum(position_BT, S - 1)
+    q_BTKGH = q_BTNH.astype(jnp.float32).reshape(B, T, k.shape[1], -1, H)
+    arrays = q_BTKGH, plain(k, cache.k_scale), plain(v, cache.v_scale), position_BT, position_BS
+    with jax.default_matmul_precision("highest"):
+        return jax.vmap(definition)(*arrays).reshape(q_BTNH.shape).astype(q_BTNH.dtype)
 
 
 # ---- moving slots

@@ -7,12 +7,15 @@ devices' experts last. These cost nothing and come out as zeros; a sum over the 
 them. No row is dropped, whatever the load of an expert.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from common.kernels.dispatch import Impl
+from common.kernels.ragged_dot import ragged_dot
 from common.kernels.varying import vary_like
 from common.sharding import EXPERT
 
@@ -41,6 +44,21 @@ def group_by_expert(expert_MX: jax.Array, num_local: int) -> Groups:
     sizes = (local[:, None] == jnp.arange(num_local)).sum(axis=0, dtype=jnp.int32)
     row = jnp.zeros_like(order).at[order].set(jnp.arange(M * X, dtype=order.dtype))
     return Groups(order, sizes, row.reshape(M, X))
+
+
+def sum_over_experts(of_expert: Callable[[jax.Array, Any], jax.Array], w: Any) -> jax.Array:
+    """The sum of of_expert(e, its matrices) over a device's experts e, numbered among all, one
+    after the other."""
+    E = num_experts(w)
+    first = lax.axis_index(EXPERT) * E  # the device has experts first, first + 1, ...
+    parts: jax.Array = lax.map(lambda e: of_expert(*e), (first + jnp.arange(E), w))
+    return parts.sum(axis=0)
+
+
+def dot_one(x: jax.Array, w: Any, bias_EO: jax.Array | None = None) -> jax.Array:
+    """`ragged_dot` of all rows with the matrix, and the bias, of one expert."""
+    stack, bias = jax.tree.map(lambda a: a[None], (w, bias_EO))
+    return ragged_dot(x, stack, jnp.array([len(x)]), bias_EO=bias, implementation=Impl.REFERENCE)
 
 
 def num_experts(w: Any) -> int:

@@ -21,10 +21,11 @@ LATENT_PARTS = (1024, 512)  # positions that one turn of a loop reads
 KERNEL_PARTS = (2048, *LATENT_PARTS)  # the same around the TPU kernel, which stops at a slot's end
 
 
-def empty_latent(shape_BSC: tuple[int, int, int], dtype: DTypeLike) -> RowCache:
-    """An empty layer. The C numbers of a latent vector are padded to the next multiple of 128,
-    which is the memory that they take on a TPU anyway (see `RowCache`)."""
+def empty_latent(shape_BSC: tuple[int, int, int], dtype: DTypeLike, devices: int = 1) -> RowCache:
+    """An empty layer, whose S positions are rounded up by `whole_parts`. The C numbers of a latent
+    vector are padded to a multiple of 128: on a TPU they take that memory anyway."""
     (B, S, C), dtype = shape_BSC, cache_dtype_of(dtype)
+    S = whole_parts(S, devices)
     scale = jnp.zeros((B, 1, S), jnp.float32) if dtype == jnp.int8 else None
     return RowCache(jnp.zeros((B, 1, S, round_up(C, LANES)), dtype), scale, None)
 
@@ -75,6 +76,24 @@ def attend_latent(
     o_BTNC = (o_BTNC * share_BTN[..., None]).astype(q_BTNC.dtype)
     # partial: own positions, all heads of the group -> all positions, own heads
     return lax.psum_scatter(o_BTNC, TENSOR, scatter_dimension=2, tiled=True)
+
+
+def attend_by(definition: Callable[..., Array], q: Any, cache: RowCache, end_B: Array) -> Array:
+    """Attention by the model file's own definition, in float32 and one slot at a time. It gets the
+    arrays of q, [T, N, ...]; the rows of all positions [S, W]; and the positions of both."""
+    (like, *_), gather = jax.tree.leaves(q), partial(lax.all_gather, axis_name=TENSOR)
+    rows, scale = jax.tree.map(partial(gather, axis=2, tiled=True), (cache.rows, cache.k_scale))
+    rows_BSW = rows[:, 0].astype(jnp.float32) * (1 if scale is None else scale[:, 0, :, None])
+    position_S = jnp.arange(rows_BSW.shape[1])
+    rows_BSW = jnp.where((position_S < end_B[:, None])[..., None], rows_BSW, 0)  # may be NaN
+    # A skipped slot is taken for one of T tokens. Padding past the capacity was not appended.
+    T = like.shape[1]
+    position_BT = jnp.maximum(end_B, T)[:, None] + jnp.arange(-T, 0)
+    position_BT = jnp.minimum(position_BT, len(position_S) - 1)
+    given = jax.tree.map(lambda x: x.astype(jnp.float32), q), rows_BSW, position_BT
+    with jax.default_matmul_precision("highest"):
+        o_BTNJ: Array = jax.vmap(definition, (0, 0, 0, None))(*given, position_S)
+    return jnp.where((end_B > 0)[:, None, None, None], o_BTNJ, 0).astype(like.dtype)
 
 
 def attend_expanded(

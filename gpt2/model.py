@@ -18,20 +18,10 @@ Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split o
 the axes `expert` and `tensor` taken as one. In the rest of this docstring, and in functions that
 run inside `shard_map`, B, N, K, F and V count what one device holds.
 
-In one step every device takes part in 2 L + 3 collectives over MODEL, given here with the shapes of
-their results:
-
-    2 L + 1   all-reduce [B, T, D]   in the model's dtype: after embedding, attention and MLP
-    1         all-reduce [B]         float32, in `sample`: the largest logit
-    1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
-
-If a slot of the device has a temperature above 0, there are up to 36 more in `sample`:
-
-    16        all-reduce [3, B]      float32, if a slot uses top-k: the search for its threshold
-    16        all-reduce [3, B]      float32, if a slot uses top-p: the search for its threshold
-    2         all-reduce [B]         float32, one before each search: the probability that is left
-    1         all-gather [B, n]      float32: the sum of the probabilities on each of the n devices
-    1         all-reduce [B]         int32: the drawn id
+In one step every device takes part in 2 L + 3 collectives over MODEL. After embedding, attention
+and MLP it all-reduces [B, T, D], in the model's dtype: 2 L + 1 times. In `sample` it all-reduces
+[B] twice. If a slot of the device has a temperature above 0, there are up to 36 more;
+`common/sampling.py` lists them.
 """
 
 from functools import partial
@@ -129,25 +119,31 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
     return lax.psum(x_BTD, MODEL)  # partial sums over own ids -> replicated
 
 
+def softmax_attention(
+    q_TKGH: Array, k_KSH: Array, v_KSH: Array, position_T: Array, position_S: Array
+) -> Array:
+    """The definition of attention, for one slot and in float32. The kernels compute the same, and
+    implementation="reference" runs this. A query sees all positions up to its own.
+
+    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %."""
+    score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * q_TKGH.shape[-1] ** -0.5
+    seen_TS = position_S <= position_T[:, None]
+    p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
+    return jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
+
+
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
     """Appends T tokens to the cache. Each attends to all positions up to its own. Returns the
-    output [B, T, D], which is summed over the device's heads and lacks the bias, and the cache. For
-    one slot, which now holds `end` tokens, `attend` computes in float32:
-
-        score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
-        seen_TS = jnp.arange(S) <= end + jnp.arange(-T, 0)[:, None]
-        p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
-        o_TKGH = jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
-
-    Why float32: in bfloat16 a score near 50 is off by up to 0.125, and its probability by 13 %.
+    output [B, T, D], which is summed over the device's heads and lacks the bias, and the cache.
     `attend` takes `window` for sliding windows (see gpt_oss), `chunk` for chunks (see llama4)."""
     (B, T, _), H = x_BTD.shape, config.head_dim
     projections = jnp.split(linear(x_BTD, layer.w_qkv) + layer.b_qkv, 3, axis=-1)
     q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, H) for x in projections)
     cache = append(cache, k_BTKH, v_BTKH, step.end_B - T)
-    o_BTNH = attend(q_BTNH, cache, step.end_B, step.implementation, scale=H**-0.5)
+    given = q_BTNH, cache, step.end_B, step.implementation
+    o_BTNH = attend(*given, softmax_attention, scale=H**-0.5)
     return linear(o_BTNH.reshape(B, T, -1), layer.wo), cache
 
 
@@ -184,10 +180,8 @@ def forward(
     0. Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are
     [B, T, V]. With last_B, only token last_B[b] of each slot gets logits, and they are [B, V].
 
-    For a loss, call this with implementation="reference", which is differentiable. Set the logits
-    of ids >= vocab_size, which only pad the vocabulary, to -inf. The log-sum-exp is
-    m + log(psum(sum(exp(logits - m)), MODEL)), where m = pmax(stop_gradient(max(logits)), MODEL).
-    The target's logit is a `psum` too: the device that has it adds it, the others add 0."""
+    For a loss, call `logits` of common/serving/score.py with implementation="reference", which is
+    differentiable."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     # A skipped slot has positions below 0, and padding may lie past the end of the table.
     position_BT = jnp.clip(position_BT, 0, len(weights.positions) - 1)

@@ -27,20 +27,10 @@ The F of an expert and the positions of a cache are split over `tensor`. wq_a an
 replicated. In the rest of this docstring, and in functions that run inside `shard_map`, B, N, F, E,
 V and the S of a cache count what one device holds. Only a router's E counts all experts.
 
-In one step every device takes part in 2 L + 3 collectives over MODEL, given here with the shapes of
-their results:
-
-    2 L + 1   all-reduce [B, T, D]   in the model's dtype: after embedding, attention and MLP
-    1         all-reduce [B]         float32, in `sample`: the largest logit
-    1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
-
-If a slot of the device has a temperature above 0, there are up to 36 more in `sample`:
-
-    16        all-reduce [3, B]      float32, if a slot uses top-k: the search for its threshold
-    16        all-reduce [3, B]      float32, if a slot uses top-p: the search for its threshold
-    2         all-reduce [B]         float32, one before each search: the probability that is left
-    1         all-gather [B, n]      float32: the sum of the probabilities on each of the n devices
-    1         all-reduce [B]         int32: the drawn id
+In one step every device takes part in 2 L + 3 collectives over MODEL. After embedding, attention
+and MLP it all-reduces [B, T, D], in the model's dtype: 2 L + 1 times. In `sample` it all-reduces
+[B] twice. If a slot of the device has a temperature above 0, there are up to 36 more;
+`common/sampling.py` lists them.
 
 If `tensor` has t > 1 devices, each layer adds collectives over `tensor`. If T is at most
 FEW_QUERIES (8), these are three, in `attend_latent`:
@@ -67,12 +57,12 @@ from jax.typing import DTypeLike
 
 from common.cache import RowCache, capacity_of, copy_slots
 from common.config import SILU, is_fp8, read_config, read_rope, text_config
-from common.experts import group_by_expert, num_experts
+from common.experts import dot_one, group_by_expert, num_experts, sum_over_experts
 from common.fields import Even, Index, at_most
 from common.kernels.decode_attention import FEW_QUERIES
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
-from common.latents import append_latent, attend_expanded, attend_latent, empty_latent, whole_parts
+from common.latents import append_latent, attend_by, attend_expanded, attend_latent, empty_latent
 from common.names import Same, Table, fp8_table, multimodal
 from common.packing import Packing, read_packing
 from common.products import embed_rows, headwise, linear
@@ -297,36 +287,41 @@ def latents(x_BTD: Array, layer: Layer, step: Step, config: Config) -> Array:
     return jnp.concatenate([latent_BTC, k_BTR], axis=-1)
 
 
+def latent_attention(
+    q: Queries, rows_SW: Array, position_T: Array, position_S: Array, layer: Layer, config: Config
+) -> Array:
+    """The definition of attention, for one slot and in float32: [T, N, J]. `expanded` and
+    `absorbed` compute the same, and implementation="reference" runs this. A query sees all
+    positions up to its own.
+
+    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %."""
+    C, U, R = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
+    latent_SC, k_rope_SR = rows_SW[:, :C], rows_SW[:, C : C + R]
+    kv_SNH = linear(latent_SC, layer.wkv).reshape(len(rows_SW), -1, U + config.v_head_dim)
+    k_SNU, v_SNJ = jnp.split(kv_SNH, [U], axis=-1)
+    score_NTS = jnp.einsum("tnu,snu->nts", q.nope, k_SNU)
+    score_NTS = (score_NTS + jnp.einsum("tnr,sr->nts", q.rope, k_rope_SR)) * softmax_scale(config)
+    seen_TS = position_S <= position_T[:, None]
+    p_NTS = jax.nn.softmax(jnp.where(seen_TS, score_NTS, -jnp.inf))
+    return jnp.einsum("nts,snj->tnj", p_NTS, v_SNJ)
+
+
 def attention(
     x_BTD: Array, layer: Layer, cache: RowCache, step: Step, config: Config
 ) -> tuple[Array, RowCache]:
     """Appends T tokens to the cache. Each attends to all positions up to its own. Returns the
-    output [B, T, D], summed over the device's heads, and the cache. For one slot, which now holds
-    `end` tokens, `expanded` computes
-
-        k_SNU, v_SNJ = (jnp.einsum("sc,nuc->snu", latent_SC, w) for w in (wk_NUC, wv_NJC))
-        rope_NTS = jnp.einsum("tnr,sr->nts", q_rope_TNR, k_rope_SR)
-        score_NTS = (jnp.einsum("tnu,snu->nts", q_nope_TNU, k_SNU) + rope_NTS) * scale
-        seen_TS = jnp.arange(S) <= end + jnp.arange(-T, 0)[:, None]
-        p_NTS = jax.nn.softmax(jnp.where(seen_TS, score_NTS, -jnp.inf))
-        o_TNJ = jnp.einsum("nts,snj->tnj", p_NTS, v_SNJ)
-
-    and `absorbed` computes the same, except for rounding, without making keys and values:
-
-        q_TNC = jnp.einsum("tnu,nuc->tnc", q_nope_TNU, wk_NUC)
-        score_NTS = (jnp.einsum("tnc,sc->nts", q_TNC, latent_SC) + rope_NTS) * scale
-        o_TNC = jnp.einsum("nts,sc->tnc", p_NTS, latent_SC)
-        o_TNJ = jnp.einsum("tnc,njc->tnj", o_TNC, wv_NJC)
-
-    Both compute scores, p and o in float32: in bfloat16 a score near 50 is off by up to 0.125, and
-    its probability by 13 %. If T is at most FEW_QUERIES (8), most time goes into reading the cache,
-    and `absorbed` runs. If T is larger, most time goes into arithmetic, and `expanded` runs: a
-    score then costs U + R multiplications; in `absorbed` it costs C + R. For a sliding window,
-    `attend_latent` and `attend_expanded` would need an argument."""
+    output [B, T, D], summed over the device's heads, and the cache. If T is at most FEW_QUERIES
+    (8), most time goes into reading the cache, and `absorbed` runs, which makes no keys. If T is
+    larger, most time goes into arithmetic, and `expanded` runs: a score then costs U + R
+    multiplications in place of C + R."""
     B, T, _ = x_BTD.shape
     q = queries(x_BTD, layer, step, config)
     cache = append_latent(cache, latents(x_BTD, layer, step, config), step.end_B - T)
-    o_BTNJ = (absorbed if T <= FEW_QUERIES else expanded)(q, layer, cache, step, config)
+    if step.implementation == Impl.REFERENCE:
+        definition = partial(latent_attention, layer=layer, config=config)
+        o_BTNJ = attend_by(definition, q, cache, step.end_B)
+    else:
+        o_BTNJ = (absorbed if T <= FEW_QUERIES else expanded)(q, layer, cache, step, config)
     return linear(o_BTNJ.reshape(B, T, -1), layer.wo), cache
 
 
@@ -392,23 +387,30 @@ def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
     return dot(jax.nn.silu(dot(x, w.w_gate)) * dot(x, w.w_up), w.w_down)
 
 
+def mixture(x_MD: Array, weight_MX: Array, expert_MX: Array, w: Mlp) -> Array:
+    """The definition of the weighted sum of a token's experts: y_MD += weight * expert[e](x_MD)
+    for each expert e of the device. implementation="reference" runs this."""
+
+    def of_expert(e: Array, own: Mlp) -> Array:
+        weight_M = jnp.where(expert_MX == e, weight_MX, 0).sum(axis=1)
+        return weight_M[:, None] * experts(x_MD, own, dot_one)
+
+    return sum_over_experts(of_expert, w)
+
+
 def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
-    """The shared MLP, plus the weighted sum of each token's experts. A device returns a partial
-    sum, over its own experts and its own F. The sum over devices is this y_MD:
-
-        y_MD = mlp(x_MD, w.shared)
-        for m in range(M):
-            for p, e in zip(weight_MX[m], expert_MX[m]):
-                y_MD = y_MD.at[m].add(p * expert(e, x_MD[m]))
-
-    Every device routes all tokens of its slots, those of empty slots too, and sorts the M * X rows
-    by expert. It computes the rows of its own experts, and all other rows are zeros."""
+    """The shared MLP, plus the weighted sum of each token's experts. A device
+    returns a partial sum, over its own experts and its own F. It routes all tokens of its slots,
+    and sorts the M * X rows by expert; rows of other devices' experts come out as zeros."""
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     weight_MX, expert_MX = route(x_MD, w, config)
-    groups = group_by_expert(expert_MX, num_experts(w.experts))
-    dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=step.implementation)
-    y_MXD = experts(x_MD[groups.token], w.experts, dot)[groups.row]
-    y_MD = (y_MXD * weight_MX[..., None]).sum(axis=1)
+    if step.implementation == Impl.REFERENCE:
+        y_MD = mixture(x_MD, weight_MX, expert_MX, w.experts)
+    else:
+        groups = group_by_expert(expert_MX, num_experts(w.experts))
+        dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=step.implementation)
+        y_MXD = experts(x_MD[groups.token], w.experts, dot)[groups.row]
+        y_MD = (y_MXD * weight_MX[..., None]).sum(axis=1)
     return y_MD.reshape(x_BTD.shape) + mlp(x_BTD, w.shared)
 
 
@@ -439,10 +441,8 @@ def forward(
     0. Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are
     [B, T, V]. With last_B, only token last_B[b] of each slot gets logits, and they are [B, V].
 
-    For a loss, call this with implementation="reference", which is differentiable. Set the logits
-    of ids >= vocab_size, which only pad the vocabulary, to -inf. The log-sum-exp is
-    m + log(psum(sum(exp(logits - m)), MODEL)), where m = pmax(stop_gradient(max(logits)), MODEL).
-    The target's logit is a `psum` too: the device that has it adds it, the others add 0."""
+    For a loss, call `logits` of common/serving/score.py with implementation="reference", which is
+    differentiable."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
@@ -609,12 +609,12 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions, rounded up by `whole_parts`, with a cache of `dtype`: a
-    float, fp8 or int8."""
-    width = config.kv_lora_rank + config.qk_rope_head_dim
-    shape = (slots, whole_parts(capacity, shards.tensor), width)
+    """Empty slots of at least `capacity` positions, with a cache of `dtype`: a float, fp8, int8."""
+    shape = (slots, capacity, config.kv_lora_rank + config.qk_rope_head_dim)
     return DecodeState(
-        cache=tuple(empty_latent(shape, dtype) for _ in range(config.num_hidden_layers)),
+        cache=tuple(
+            empty_latent(shape, dtype, shards.tensor) for _ in range(config.num_hidden_layers)
+        ),
         length_B=jnp.zeros(slots, jnp.int32),
         token_B=jnp.zeros(slots, jnp.int32),
         sampling=sampling_params(slots),

@@ -21,20 +21,10 @@ which is the axes `expert` and `tensor` taken as one. Experts are split over `ex
 each over `tensor`. In the rest of this docstring, and in functions that run inside `shard_map`, B,
 N, K, F, E and V count what one device holds. Only a router's E counts all experts.
 
-In one step every device takes part in 2 L + 3 collectives over MODEL, given here with the shapes of
-their results:
-
-    2 L + 1   all-reduce [B, T, D]   in the model's dtype: after embedding, attention and MLP
-    1         all-reduce [B]         float32, in `sample`: the largest logit
-    1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
-
-If a slot of the device has a temperature above 0, there are up to 36 more in `sample`:
-
-    16        all-reduce [3, B]      float32, if a slot uses top-k: the search for its threshold
-    16        all-reduce [3, B]      float32, if a slot uses top-p: the search for its threshold
-    2         all-reduce [B]         float32, one before each search: the probability that is left
-    1         all-gather [B, n]      float32: the sum of the probabilities on each of the n devices
-    1         all-reduce [B]         int32: the drawn id
+In one step every device takes part in 2 L + 3 collectives over MODEL. After embedding, attention
+and MLP it all-reduces [B, T, D], in the model's dtype: 2 L + 1 times. In `sample` it all-reduces
+[B] twice. If a slot of the device has a temperature above 0, there are up to 36 more;
+`common/sampling.py` lists them.
 """
 
 import math
@@ -51,7 +41,7 @@ from jax.typing import DTypeLike
 
 from common.cache import LayerCache, append, attend, capacity_of, copy_slots, empty_cache
 from common.config import SILU, all_heads, head_dim, is_fp8, read_config, read_rope, show
-from common.experts import group_by_expert, num_experts
+from common.experts import dot_one, group_by_expert, num_experts, sum_over_experts
 from common.fields import Even, Index, at_most, divides
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
@@ -228,19 +218,24 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
     return lax.psum(x_BTD, MODEL)  # partial sums over own ids -> replicated
 
 
+def softmax_attention(
+    q_TKGH: Array, k_KSH: Array, v_KSH: Array, position_T: Array, position_S: Array
+) -> Array:
+    """The definition of attention, for one slot and in float32. The kernels compute the same, and
+    implementation="reference" runs this. A query sees all positions up to its own.
+
+    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %."""
+    score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * q_TKGH.shape[-1] ** -0.5
+    seen_TS = position_S <= position_T[:, None]
+    p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
+    return jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
+
+
 def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
     """Appends T tokens to the cache. Each attends to all positions up to its own. Returns the
-    output [B, T, D], summed over the device's heads, and the cache. For one slot, which now holds
-    `end` tokens, `attend` computes in float32:
-
-        score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
-        seen_TS = jnp.arange(S) <= end + jnp.arange(-T, 0)[:, None]
-        p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
-        o_TKGH = jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
-
-    Why float32: in bfloat16 a score near 50 is off by up to 0.125, and its probability by 13 %.
+    output [B, T, D], summed over the device's heads, and the cache.
     `attend` takes `window` for sliding windows (see gpt_oss), `chunk` for chunks (see llama4)."""
     (B, T, _), H = x_BTD.shape, config.head_dim
     matrices = (layer.wq, layer.bq), (layer.wk, layer.bk), (layer.wv, layer.bv)
@@ -251,7 +246,8 @@ def attention(
         k_BTKH = rms_norm(k_BTKH, layer.k_norm, config.rms_norm_eps)
     q_BTNH, k_BTKH = rotate(q_BTNH, step), rotate(k_BTKH, step)
     cache = append(cache, k_BTKH, v_BTKH, step.end_B - T)
-    o_BTNH = attend(q_BTNH, cache, step.end_B, step.implementation, scale=H**-0.5)
+    given = q_BTNH, cache, step.end_B, step.implementation
+    o_BTNH = attend(*given, softmax_attention, scale=H**-0.5)
     return linear(o_BTNH.reshape(B, T, -1), layer.wo), cache
 
 
@@ -275,23 +271,31 @@ def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
     return dot(jax.nn.silu(dot(x, w.w_gate)) * dot(x, w.w_up), w.w_down)
 
 
+def mixture(x_MD: Array, weight_MX: Array, expert_MX: Array, w: Mlp) -> Array:
+    """The definition of the weighted sum of a token's experts: y_MD += weight * expert[e](x_MD)
+    for each expert e of the device. implementation="reference" runs this."""
+
+    def of_expert(e: Array, own: Mlp) -> Array:
+        weight_M = jnp.where(expert_MX == e, weight_MX, 0).sum(axis=1)
+        return weight_M[:, None] * experts(x_MD, own, dot_one)
+
+    return sum_over_experts(of_expert, w)
+
+
 def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
-    """The weighted sum of each token's experts. A device returns a partial sum, over its own
-    experts and its own F. The sum over devices is y_MD, where expert(e, x) is the MLP of expert e:
-
-        y_MD = jnp.zeros_like(x_MD)
-        for m in range(M):
-            for p, e in zip(weight_MX[m], expert_MX[m]):
-                y_MD = y_MD.at[m].add(p * expert(e, x_MD[m]))
-
-    Every device routes all tokens of its slots, those of empty slots too, and sorts the M * X rows
-    by expert. It computes the rows of its own experts, and all other rows are zeros."""
+    """The weighted sum of each token's experts. A device
+    returns a partial sum, over its own experts and its own F. It routes all tokens of its slots,
+    and sorts the M * X rows by expert; rows of other devices' experts come out as zeros."""
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     weight_MX, expert_MX = route(x_MD, w, config)
-    groups = group_by_expert(expert_MX, num_experts(w.experts))
-    dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=step.implementation)
-    y_MXD = experts(x_MD[groups.token], w.experts, dot)[groups.row]
-    return (y_MXD * weight_MX[..., None]).sum(axis=1).reshape(x_BTD.shape)
+    if step.implementation == Impl.REFERENCE:
+        y_MD = mixture(x_MD, weight_MX, expert_MX, w.experts)
+    else:
+        groups = group_by_expert(expert_MX, num_experts(w.experts))
+        dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=step.implementation)
+        y_MXD = experts(x_MD[groups.token], w.experts, dot)[groups.row]
+        y_MD = (y_MXD * weight_MX[..., None]).sum(axis=1)
+    return y_MD.reshape(x_BTD.shape)
 
 
 @partial(jax.jit, static_argnames="config")
@@ -321,10 +325,8 @@ def forward(
     0. Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are
     [B, T, V]. With last_B, only token last_B[b] of each slot gets logits, and they are [B, V].
 
-    For a loss, call this with implementation="reference", which is differentiable. Set the logits
-    of ids >= vocab_size, which only pad the vocabulary, to -inf. The log-sum-exp is
-    m + log(psum(sum(exp(logits - m)), MODEL)), where m = pmax(stop_gradient(max(logits)), MODEL).
-    The target's logit is a `psum` too: the device that has it adds it, the others add 0."""
+    For a loss, call `logits` of common/serving/score.py with implementation="reference", which is
+    differentiable."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []

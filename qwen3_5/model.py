@@ -21,20 +21,10 @@ which is the axes `expert` and `tensor` taken as one. Experts are split over `ex
 each over `tensor`. In the rest of this docstring, and in functions that run inside `shard_map`, B,
 N, K, F, E and V count what one device holds. Only a router's E counts all experts.
 
-In one step every device takes part in 2 L + 3 collectives over MODEL, given here with the shapes of
-their results:
-
-    2 L + 1   all-reduce [B, T, D]   in the model's dtype: after embedding, attention and MLP
-    1         all-reduce [B]         float32, in `sample`: the largest logit
-    1         all-reduce [B]         int32, in `sample`: the lowest id that has this logit
-
-If a slot of the device has a temperature above 0, there are up to 36 more in `sample`:
-
-    16        all-reduce [3, B]      float32, if a slot uses top-k: the search for its threshold
-    16        all-reduce [3, B]      float32, if a slot uses top-p: the search for its threshold
-    2         all-reduce [B]         float32, one before each search: the probability that is left
-    1         all-gather [B, n]      float32: the sum of the probabilities on each of the n devices
-    1         all-reduce [B]         int32: the drawn id
+In one step every device takes part in 2 L + 3 collectives over MODEL. After embedding, attention
+and MLP it all-reduces [B, T, D], in the model's dtype: 2 L + 1 times. In `sample` it all-reduces
+[B] twice. If a slot of the device has a temperature above 0, there are up to 36 more;
+`common/sampling.py` lists them.
 """
 
 import math
@@ -59,7 +49,7 @@ from common.cache import (
     real_tokens,
 )
 from common.config import SILU, is_fp8, read_config, read_rope, text_config
-from common.experts import group_by_expert, num_experts
+from common.experts import dot_one, group_by_expert, num_experts, sum_over_experts
 from common.fields import at_most, divides, one_each
 from common.kernels.delta_rule import Tokens, delta_rule
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
@@ -237,27 +227,45 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
     return lax.psum(x_BTD, MODEL)  # partial sums over own ids -> replicated
 
 
+def softmax_attention(
+    q_TKGH: Array, k_KSH: Array, v_KSH: Array, position_T: Array, position_S: Array
+) -> Array:
+    """The definition of attention, for one slot and in float32. The kernels compute the same, and
+    implementation="reference" runs this. A query sees all positions up to its own.
+
+    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %."""
+    score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * q_TKGH.shape[-1] ** -0.5
+    seen_TS = position_S <= position_T[:, None]
+    p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
+    return jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
+
+
 def attention(
     x_BTD: Array, w: Attention, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
     """Appends T tokens to the cache. Each attends to all positions up to its own. Returns the
-    output [B, T, D], summed over the device's heads, and the cache. For one slot, which now holds
-    `end` tokens, `attend` computes in float32:
-
-        score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * H**-0.5
-        seen_TS = jnp.arange(S) <= end + jnp.arange(-T, 0)[:, None]
-        p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
-        o_TKGH = jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
-    """
+    output [B, T, D], summed over the device's heads, and the cache.
+    `attend` takes `window` for sliding windows (see gpt_oss), `chunk` for chunks (see llama4)."""
     (B, T, _), H = x_BTD.shape, config.head_dim
     q_BTNH, gate_BTNH = jnp.split(linear(x_BTD, w.wq).reshape(B, T, -1, 2 * H), 2, axis=-1)
     k_BTKH, v_BTKH = (linear(x_BTD, m).reshape(B, T, -1, H) for m in (w.wk, w.wv))
     q_BTNH = rotate(rms_norm(q_BTNH, w.q_norm, config.rms_norm_eps), step)
     k_BTKH = rotate(rms_norm(k_BTKH, w.k_norm, config.rms_norm_eps), step)
     cache = append(cache, k_BTKH, v_BTKH, step.end_B - T)
-    o_BTNH = attend(q_BTNH, cache, step.end_B, step.implementation, scale=H**-0.5)
+    given = q_BTNH, cache, step.end_B, step.implementation
+    o_BTNH = attend(*given, softmax_attention, scale=H**-0.5)
     o_BTNH = o_BTNH * jax.nn.sigmoid(gate_BTNH)
     return linear(o_BTNH.reshape(B, T, -1), w.wo), cache
+
+
+def delta_step(S_KGHV: Array, x: Tokens) -> tuple[Array, Array]:
+    """The definition of the gated delta rule, in float32: one token of one slot changes the state
+    and reads it. The kernel computes the same, and implementation="reference" runs this."""
+    S_KGHV = S_KGHV * jnp.exp(x.decay)[..., None, None]
+    error_KGV = x.v - jnp.einsum("kghv,kh->kgv", S_KGHV, x.k)
+    u_KGV = x.strength[..., None] * error_KGV
+    S_KGHV = S_KGHV + jnp.einsum("kh,kgv->kghv", x.k, u_KGV)
+    return S_KGHV, jnp.einsum("kghv,kh->kgv", S_KGHV, x.q)
 
 
 def linear_attention(
@@ -265,15 +273,7 @@ def linear_attention(
 ) -> tuple[Array, Recurrent]:
     """Appends T tokens to the state. Returns what they read, [B, T, D], summed over the device's
     heads, and the cache. Padding changes no state: its strength is 0, and so is the logarithm of
-    its decay. For one slot, `delta_rule` computes in float32:
-
-        for t in range(T):
-            S_KGHV = S_KGHV * jnp.exp(decay_TKG[t])[..., None, None]
-            error_KGV = v_TKGV[t] - jnp.einsum("kghv,kh->kgv", S_KGHV, k_TKH[t])
-            u_KGV = strength_TKG[t][..., None] * error_KGV
-            S_KGHV = S_KGHV + jnp.einsum("kh,kgv->kghv", k_TKH[t], u_KGV)
-            o_TKGV = o_TKGV.at[t].set(jnp.einsum("kghv,kh->kgv", S_KGHV, q_TKH[t]))
-    """
+    its decay."""
     (B, T, _), H, V = x_BTD.shape, config.linear_key_head_dim, config.linear_value_head_dim
     W, start_B = config.linear_conv_kernel_dim, step.end_B - T
     N = cache.state.shape[1]
@@ -300,18 +300,19 @@ def linear_attention(
     strength_BTN = jnp.where(real_BT1, jax.nn.sigmoid(b_BTN), 0)
     old = tokens(before.inputs, before.decay.swapaxes(1, 2), before.strength.swapaxes(1, 2))
     new = tokens(new_BCT, decay_BTN, strength_BTN)
+    rule = partial(delta_rule, implementation=step.implementation, definition=delta_step)
     S = cache.state.reshape(B, K, N // K, H, V)
     if T <= PENDING:  # they stay pending
         both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
-        S, o = delta_rule(S, both, PENDING, step.implementation)
+        S, o = rule(S, both, PENDING)
         o, length_B = o[:, PENDING:], start_B
         room = [(0, 0), (0, 0), (0, PENDING - T)]
         inputs = jnp.pad(new_BCT, room)
         gates_BN2T = jnp.stack([decay_BTN, strength_BTN], axis=2).swapaxes(1, 3)
         gates = jnp.pad(gates_BN2T, [(0, 0), *room])
     else:
-        S, _ = delta_rule(S, old, PENDING, step.implementation)
-        S, o = delta_rule(S, new, T, step.implementation)
+        S, _ = rule(S, old, PENDING)
+        S, o = rule(S, new, T)
         count_B = step.real_BT.sum(axis=1)
         length_B = start_B + count_B
         inputs = jnp.pad(from_each(new_BCT, count_B, W - 1), [(0, 0), (0, 0), (0, PENDING)])
@@ -350,23 +351,30 @@ def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
     return dot(jax.nn.silu(dot(x, w.w_gate)) * dot(x, w.w_up), w.w_down)
 
 
+def mixture(x_MD: Array, weight_MX: Array, expert_MX: Array, w: Mlp) -> Array:
+    """The definition of the weighted sum of a token's experts: y_MD += weight * expert[e](x_MD)
+    for each expert e of the device. implementation="reference" runs this."""
+
+    def of_expert(e: Array, own: Mlp) -> Array:
+        weight_M = jnp.where(expert_MX == e, weight_MX, 0).sum(axis=1)
+        return weight_M[:, None] * experts(x_MD, own, dot_one)
+
+    return sum_over_experts(of_expert, w)
+
+
 def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
     """The shared MLP times its gate, plus the weighted sum of each token's experts. A device
-    returns a partial sum, over its own experts and its own F. The sum over devices is this y_MD:
-
-        y_MD = jax.nn.sigmoid(x_MD @ w.shared_gate.T) * mlp(x_MD, w.shared)
-        for m in range(M):
-            for p, e in zip(weight_MX[m], expert_MX[m]):
-                y_MD = y_MD.at[m].add(p * expert(e, x_MD[m]))
-
-    Every device routes all tokens of its slots, those of empty slots too, and sorts the M * X rows
-    by expert. It computes the rows of its own experts, and all other rows are zeros."""
+    returns a partial sum, over its own experts and its own F. It routes all tokens of its slots,
+    and sorts the M * X rows by expert; rows of other devices' experts come out as zeros."""
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     weight_MX, expert_MX = route(x_MD, w, config)
-    groups = group_by_expert(expert_MX, num_experts(w.experts))
-    dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=step.implementation)
-    y_MXD = experts(x_MD[groups.token], w.experts, dot)[groups.row]
-    y_MD = (y_MXD * weight_MX[..., None]).sum(axis=1)
+    if step.implementation == Impl.REFERENCE:
+        y_MD = mixture(x_MD, weight_MX, expert_MX, w.experts)
+    else:
+        groups = group_by_expert(expert_MX, num_experts(w.experts))
+        dot = partial(ragged_dot, group_sizes_E=groups.sizes, implementation=step.implementation)
+        y_MXD = experts(x_MD[groups.token], w.experts, dot)[groups.row]
+        y_MD = (y_MXD * weight_MX[..., None]).sum(axis=1)
     shared_BTD = jax.nn.sigmoid(linear(x_BTD, w.shared_gate)) * mlp(x_BTD, w.shared)
     return y_MD.reshape(x_BTD.shape) + shared_BTD
 
@@ -400,10 +408,8 @@ def forward(
     the vocabulary, and the cache. The logits are [B, T, V]. With last_B, only token last_B[b] of
     each slot gets logits, and they are [B, V].
 
-    For a loss, call this with implementation="reference", which is differentiable. Set the logits
-    of ids >= vocab_size, which only pad the vocabulary, to -inf. The log-sum-exp is
-    m + log(psum(sum(exp(logits - m)), MODEL)), where m = pmax(stop_gradient(max(logits)), MODEL).
-    The target's logit is a `psum` too: the device that has it adds it, the others add 0."""
+    For a loss, call `logits` of common/serving/score.py with implementation="reference", which is
+    differentiable."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     real_BT = (tokens_BT >= 0) & (end_B > 0)[:, None]
     step = Step(end_B, real_BT, *rotary(position_BT, config), Impl(implementation))

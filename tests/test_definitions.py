@@ -1,9 +1,8 @@
-"""What the docstrings of a model file say is true. These tests run the lines that define attention
-and experts, and count the collectives of a compiled step."""
+"""Each model file defines attention, experts and recurrence itself. The kernels compute these
+definitions, and implementation="reference" runs them. A file's header counts the collectives of a
+compiled step."""
 
 import inspect
-import re
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -12,90 +11,118 @@ import pytest
 from compare import assert_close
 from engine import hf_config, load, model_of
 from families import FAMILIES
+from golden import prompt_logits
+from jax import lax
 from test_families import fixtures
 
-from common.cache import RowCache, append, attend, empty_cache
+from common import cache
+from common.cache import append, attend, empty_cache
 from common.kernels.delta_rule import Tokens, delta_rule
 from common.kernels.dispatch import Impl
+from common.latents import append_latent, empty_latent
 from common.machines.hlo import collectives, parse
-from common.sharding import MODEL, TENSOR, P, make_mesh
-from common.weights import by_path
+from common.sharding import MODEL, P, make_mesh
+from common.weights import by_path, specs_like
 
-K, G, S, H, B = 3, 2, 24, 6, 4
-LENGTHS = (24, 13, 3, 17)  # lengths of the slots, including the T new tokens
+K, G, S, B = 3, 2, 24, 5
+LENGTHS = (24, 13, 3, 17, 0)  # of the slots, including the T new tokens; one slot is skipped
 QUERIES = (1, 3, 11)  # below FEW_QUERIES, and above
-
-
-def definitions(function):
-    """Returns the blocks of code in a docstring: its indented paragraphs."""
-    paragraphs = re.split(r"\n\n", inspect.getdoc(function))
-    return [textwrap.dedent(p) for p in paragraphs if p.startswith("    ")]
-
-
-def run(code, **names):
-    """Runs a block of code with the given names. Returns these names and those that it defines."""
-    names |= dict(jax=jax, jnp=jnp)
-    exec(code, names)
-    return names
 
 
 def latent(family):
     return hasattr(model_of(family), "absorbed")
 
 
+def limits(definition):
+    """The options that limit what a query sees: each with a value, or none."""
+    names = [x for x in ("window", "chunk") if x in inspect.signature(definition).parameters]
+    return [dict.fromkeys(names, limit) for limit in ((None, 5) if names else (None,))]
+
+
 @pytest.mark.one_in(11)
+@pytest.mark.parametrize(
+    "H, dtype", [(6, jnp.float32), (6, jnp.int8), (128, jnp.int8)], ids=["rows", "int8", "keys"]
+)
 @pytest.mark.parametrize("T", QUERIES)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if not latent(f)])
-def test_attention_is_what_its_docstring_says(family, T):
-    (code,) = definitions(model_of(family).attention)
-    rng = np.random.default_rng(T)
+def test_attention_is_what_the_model_file_defines(family, T, H, dtype):
+    """What no token has written is NaN."""
+    define, rng = model_of(family).softmax_attention, np.random.default_rng(T)
     q, k, v = (
         rng.normal(size=(B, n, heads, H)).astype(np.float32)
         for n, heads in ((T, K * G), (S, K), (S, K))
     )
-    sinks = rng.normal(size=(K, G)).astype(np.float32)
-    cache = append(empty_cache((B, K, S, H), jnp.float32), k, v, jnp.zeros(B, jnp.int32))
-    # If the code has neither word, a query sees all positions up to its own.
-    limits = [word for word in ("window", "chunk") if re.search(rf"\b{word}\b", code)]
-    for limit in (None, 5) if limits else (None,):
-        options = dict.fromkeys(limits, limit)
-        more = dict(sinks_N=jnp.asarray(sinks.ravel())) if "sinks_KG" in code else {}
-        got = attend(jnp.asarray(q), cache, jnp.array(LENGTHS), scale=H**-0.5, **options, **more)
+    sinks = jnp.asarray(rng.normal(size=(K, G)), jnp.float32)
+    has_sinks = "sinks_KG" in inspect.signature(define).parameters
+    layer = append(empty_cache((B, K, S, H), dtype), k, v, jnp.zeros(B, jnp.int32))
+    stale = np.arange(S) >= np.array(LENGTHS)[:, None, None]
+
+    def spoiled(x):
+        mask = stale if x.ndim == 3 else stale[..., None]
+        return x if x.dtype == jnp.int8 else jnp.where(mask, jnp.nan, x)
+
+    given = jnp.asarray(q), jax.tree.map(spoiled, layer), jnp.array(LENGTHS)
+    for options in limits(define):
+        more = dict(sinks_KG=sinks) if has_sinks else {}
+        own = lambda *arrays, o={**options, **more}: define(*arrays, **o)
+        want = attend(*given, Impl.REFERENCE, own, scale=np.nan)  # the definition has its own
+        options |= dict(sinks_N=sinks.ravel()) if has_sinks else {}
+        got = attend(*given, Impl.BLOCKED, own, scale=H**-0.5, **options)
         for b, end in enumerate(LENGTHS):
-            q_TKGH = q[b].reshape(T, K, G, H)
-            given = dict(K=K, G=G, T=T, S=S, H=H, end=end, sinks_KG=sinks, q_TKGH=q_TKGH)
-            given |= dict(k_KSH=k[b].swapaxes(0, 1), v_KSH=v[b].swapaxes(0, 1))
-            want = run(code, **given, **dict.fromkeys(limits, limit or S))["o_TKGH"]
             seen = slice(max(T - end, 0), None)  # queries before the first position see nothing
-            assert_close(got[b].reshape(T, K, G, H)[seen], want[seen], atol=2e-6, what=f"slot {b}")
+            assert_close(got[b][seen], want[b][seen], atol=3e-6, what=f"slot {b}")
 
 
-@pytest.mark.parametrize("implementation", ["blocked", "reference"])
-@pytest.mark.parametrize("family", [f for f in FAMILIES if hasattr(model_of(f), "Linear")])
-def test_the_delta_rule_is_what_the_docstring_of_linear_attention_says(family, implementation):
-    (code,) = definitions(model_of(family).linear_attention)
-    rng, T, V = np.random.default_rng(0), 70, 5
-    S, q, k, v = (rng.normal(size=x) for x in ((K, G, H, V), (T, K, H), (T, K, H), (T, K, G, V)))
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+def test_a_ring_is_read_as_the_model_file_defines(family, monkeypatch):
+    """Also in its second lap, and where steps of many tokens end in padding."""
+    monkeypatch.setattr(cache, "APPENDED", 16)
+    monkeypatch.setattr(cache, "RING_UNIT", 8)
+    define, rng, H = model_of(family).softmax_attention, np.random.default_rng(0), 6
+    ((name, _), *_) = limits(define)[0].items()
+    limit, more, given = {name: 10}, {}, {}
+    if family == "gpt_oss":
+        sinks = jnp.asarray(rng.normal(size=(K, G)), jnp.float32)
+        more, given = dict(sinks_KG=sinks), dict(sinks_N=sinks.ravel())
+    layer = empty_cache((2, K, 99, H), jnp.float32, **limit)
+    assert layer.ring and cache.places(layer) < 40
+    length_B = np.array([0, 0])
+    for T in (9, 1, 16, 1, 16, 16, 2, 16):
+        q, k, v = (rng.normal(size=(2, T, n, H)).astype(np.float32) for n in (K * G, K, K))
+        layer = append(layer, k, v, jnp.asarray(length_B))
+        arrays = jnp.asarray(q), layer, jnp.asarray(length_B + T)
+        own = lambda *x: define(*x, **limit, **more)
+        want = attend(*arrays, Impl.REFERENCE, own, scale=np.nan)
+        got = attend(*arrays, Impl.BLOCKED, scale=H**-0.5, **limit, **given)
+        count_B = np.array([T, max(T - 1, 1)])  # the rest is padding
+        for b, n in enumerate(count_B):
+            assert_close(got[b, :n], want[b, :n], atol=3e-6, what=f"{length_B}, slot {b}")
+        length_B = length_B + count_B
+    assert length_B.max() > 2 * 32
+
+
+@pytest.mark.parametrize("implementation", ["blocked", "tpu"])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if hasattr(model_of(f), "delta_step")])
+def test_the_delta_rule_is_what_the_model_file_defines(family, implementation):
+    rng, T, H = np.random.default_rng(0), 70, 128
+    S, q, k, v = (rng.normal(size=x) for x in ((K, G, H, H), (T, K, H), (T, K, H), (T, K, G, H)))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     decay, strength = -rng.exponential(size=(T, K, G)), rng.uniform(size=(T, K, G))
-    S, *tokens = (jnp.asarray(x, jnp.float32) for x in (S, q, k, v, decay, strength))
-    given = dict(
-        zip(("q_TKH", "k_TKH", "v_TKGV", "decay_TKG", "strength_TKG"), tokens, strict=True)
-    )
-    want = run(code, T=T, S_KGHV=S, o_TKGV=jnp.zeros((T, K, G, V)), **given)
-    state, o = delta_rule(S[None], Tokens(*(x[None] for x in tokens)), T, implementation)
-    assert_close(state[0], want["S_KGHV"], atol=5e-6)
-    assert_close(o[0], want["o_TKGV"], atol=5e-6)
+    S, *tokens = (jnp.asarray(x, jnp.float32)[None] for x in (S, q, k, v, decay, strength))
+    given = S, Tokens(*tokens), T
+    state, o = delta_rule(*given, implementation)
+    want, read = delta_rule(*given, "reference", model_of(family).delta_step)
+    assert_close(state, want, rtol=1e-5)
+    assert_close(o, read, rtol=1e-5)
 
 
 @pytest.mark.one_in(11)
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("T", QUERIES)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if latent(f)])
-def test_both_forms_of_latent_attention_are_what_the_docstring_says(family, T, tensor):
+def test_both_forms_of_latent_attention_are_what_the_model_file_defines(family, T, tensor):
     engine = load(family, FAMILIES[family].precise[0])
     model, c = engine.model, engine.config
-    many, few = definitions(model.attention)
     N, U, R, J, C = 4, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank
     rng = np.random.default_rng(T)
 
@@ -103,78 +130,80 @@ def test_both_forms_of_latent_attention_are_what_the_docstring_says(family, T, t
         return rng.normal(size=shape).astype(np.float32)
 
     q = model.Queries(normal(B, T, N, U), normal(B, T, N, R))
-    wkv, latents = normal(N, U + J, C) / C**0.5, normal(B, S, C + R)
-    rows = np.pad(latents, ((0, 0), (0, 0), (0, -(C + R) % 128)))[:, None]
+    wkv, latents = normal(N * (U + J), C) / C**0.5, normal(B, S, C + R)
+    latents[np.arange(S) >= np.array(LENGTHS)[:, None]] = np.nan
 
-    def both(q, wkv, rows, end_B):
+    def all_three(q, wkv, latents, end_B):
         layer = model.Layer(*[None] * len(model.Layer._fields))._replace(wkv=wkv)
-        given = layer, RowCache(rows, None, None), model.Step(end_B, None, None, Impl.BLOCKED)
-        return model.absorbed(q, *given, c), model.expanded(q, *given, c)
+        empty = empty_latent((B, S // tensor, C + R), jnp.float32)
+        rows = append_latent(empty, latents, jnp.zeros(B, jnp.int32))
+        step = model.Step(end_B, None, None, Impl.BLOCKED)
+        define = lambda *arrays: model.latent_attention(*arrays, layer, c)
+        want = model.attend_by(define, q, rows, end_B)
+        return want, *(f(q, layer, rows, step, c) for f in (model.absorbed, model.expanded))
 
-    heads, positions = P(None, None, MODEL), P(None, None, TENSOR)
+    heads = P(None, None, MODEL)
     sharded = jax.shard_map(
-        both,
+        all_three,
         mesh=make_mesh(tensor=tensor),
-        in_specs=(heads, P(MODEL), positions, P()),
+        in_specs=(heads, P(MODEL), P(), P()),
         out_specs=heads,
         check_vma=False,
     )
-    got = jax.jit(sharded)(q, wkv.reshape(N * (U + J), C), rows, jnp.array(LENGTHS))
+    want, *got = jax.jit(sharded)(q, wkv, latents, jnp.array(LENGTHS))
     for b, end in enumerate(LENGTHS):
-        given = dict(T=T, S=S, end=end, scale=model.softmax_scale(c))
-        given |= dict(wk_NUC=wkv[:, :U], wv_NJC=wkv[:, U:])
-        given |= dict(q_nope_TNU=q.nope[b], q_rope_TNR=q.rope[b])
-        given |= dict(latent_SC=latents[b, :, :C], k_rope_SR=latents[b, :, C:])
-        first = run(many, **given)
-        second = run(few, **first)
         seen = slice(max(T - end, 0), None)
-        for name, x, want in (("absorbed", got[0], second), ("expanded", got[1], first)):
-            assert_close(x[b][seen], want["o_TNJ"][seen], atol=2e-5, what=f"{name}, slot {b}")
-        assert_close(second["score_NTS"], first["score_NTS"], atol=2e-5, what="scores")
+        for name, x in zip(("absorbed", "expanded"), got, strict=True):
+            assert_close(x[b][seen], want[b][seen], atol=2e-5, what=f"{name}, slot {b}")
 
 
-def with_experts(family):
+def with_experts(family, axes=""):
     """Loads a variant that has experts in plain matrices."""
     model = model_of(family)
     for variant in fixtures(family):
         layers = model.weight_layout(model.config_from_hf(hf_config(family, variant))).layers
         stacks = [w for w in by_path(layers).values() if w.kind == "stack"]
         if stacks and all(w.published is None for w in stacks):
-            return load(family, variant)
+            return load(family, variant, axes)
     raise AssertionError(f"no variant of {family} has experts in plain matrices")
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("axes", ["", "expert=2", "tensor=2"])
 @pytest.mark.parametrize("family", [f for f in FAMILIES if hasattr(model_of(f), "moe")])
-def test_a_mixture_of_experts_is_what_its_docstring_says(family):
-    engine = with_experts(family)
+def test_a_mixture_of_experts_is_what_the_model_file_defines(family, axes):
+    engine = with_experts(family, axes)
     model, c = engine.model, engine.config
-    (code,) = definitions(model.moe)
-    w = next(layer.mlp for layer in engine.weights.layers if isinstance(layer.mlp, model.Moe))
+    i = next(i for i, x in enumerate(engine.weights.layers) if isinstance(x.mlp, model.Moe))
+    w = engine.weights.layers[i].mlp
+    specs = specs_like(engine.weights, model.weight_layout(c)).layers[i].mlp
     x = np.random.default_rng(0).normal(size=(2, 5, c.hidden_size)).astype(np.float32)
-    limit = [c.swiglu_limit] if "limit" in inspect.signature(model.experts).parameters else []
 
     def both(x_BTD, w):
-        def expert(e, x):
-            own = jax.tree.map(lambda matrices: matrices[e], w.experts)
+        def run(implementation):
+            step = model.Step(*[None] * (len(model.Step._fields) - 1), implementation)
+            return lax.psum(model.moe(x_BTD, w, step, c), MODEL)
 
-            def dot(x, w, bias_EO=0):
-                return jnp.matmul(x, w.T, precision="highest") + bias_EO
+        return run(Impl.BLOCKED), run(Impl.REFERENCE)
 
-            return model.experts(x[None], own, dot, *limit)[0]
-
-        x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        weight_MX, expert_MX = model.route(x_MD, w, c)
-        given = dict(M=len(x_MD), x_MD=x_MD, w=w, expert=expert, expert_MX=expert_MX)
-        given |= dict(weight_MX=weight_MX, score_MX=weight_MX, mlp=getattr(model, "mlp", None))
-        want = run(code, **given)["y_MD"]
-        step = model.Step(*[None] * (len(model.Step._fields) - 1), Impl.BLOCKED)
-        return model.moe(x_BTD, w, step, c), want.reshape(x_BTD.shape)
-
-    mesh = make_mesh()
-    sharded = jax.shard_map(both, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    sharded = jax.shard_map(both, mesh=engine.mesh, in_specs=(P(), specs), out_specs=P())
     got, want = jax.jit(sharded)(x, w)
     assert_close(got, want, atol=1e-5, what=family)
+
+
+@pytest.mark.parametrize("name", ["softmax_attention", "mixture", "latent_attention", "delta_step"])
+def test_the_reference_runs_the_definition_of_the_page(name, monkeypatch):
+    """A forker who changes it sees other logits, and so do the tests of families."""
+    family = next(f for f in FAMILIES if hasattr(model_of(f), name))
+    engine = with_experts(family) if name == "mixture" else load(family, fixtures(family)[0])
+    before = prompt_logits(engine, implementation="reference")
+    define = getattr(engine.model, name)
+    half = lambda *given, **options: jax.tree.map(lambda x: x / 2, define(*given, **options))
+    monkeypatch.setattr(engine.model, name, half)
+    jax.clear_caches()
+    after = prompt_logits(engine, implementation="reference")
+    jax.clear_caches()
+    assert all(np.abs(x - y).max() > 1e-3 for x, y in zip(before, after, strict=True))
 
 
 FIRST = ("llama3", "deepseek_r1")

@@ -1,7 +1,7 @@
 """The gated delta rule: linear attention, with a state of fixed size in place of keys and values.
 
 Gated Delta Networks, arXiv 2412.06464. Letters: B slots, T tokens, K heads of keys, which have G
-heads of values each, H numbers in a key, V in a value. `delta_rule_reference` is the definition. A
+heads of values each, H numbers in a key, V in a value. `delta_step` is the definition. A
 chunk of tokens takes few products. Token t adds outer(k_t, u_t) to the state, where u is the
 solution of a triangular system:
 
@@ -11,7 +11,7 @@ left_ts = exp(decay_(s+1) + ... + decay_t) is what is left of token s, and left_
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +34,15 @@ class Tokens(NamedTuple):
     strength: Array  # [B, T, K, G]: from 0 to 1
 
 
-def delta_rule(S: Array, x: Tokens, kept: int, implementation: str = AUTO) -> tuple[Array, Array]:
+def delta_rule(
+    S: Array, x: Tokens, kept: int, implementation: str = AUTO, definition: Any = None
+) -> tuple[Array, Array]:
     """Lets T tokens read the states S, float32 [B, K, G, H, V], in turn, and change them.
 
     Args:
       kept: the states after this many tokens are returned. This is T, or less if T <= CHUNK.
       implementation: an `Impl`. "gpu" is "blocked". Other platforms interpret the kernel of "tpu".
+      definition: what "reference" does with each token; `delta_step` if it is None.
 
     Returns the states, and what each token reads, float32 [B, T, K, G, V]. ValueError if the named
     kernel does not take these arrays.
@@ -47,7 +50,8 @@ def delta_rule(S: Array, x: Tokens, kept: int, implementation: str = AUTO) -> tu
     T = x.q.shape[1]
     if not 0 < kept <= T or (kept < T and T > CHUNK):
         raise ValueError(f"kept={kept} is not {T}, nor a part of at most {CHUNK} tokens")
-    reference, blocked = (partial(f, kept=kept) for f in (delta_rule_reference, delta_rule_blocked))
+    blocked = partial(delta_rule_blocked, kept=kept)
+    reference = partial(delta_rule_reference, kept=kept, definition=definition or delta_step)
     plain = dict(reference=reference, blocked=blocked, gpu=blocked)
 
     def kernels() -> dict[str, Kernel]:
@@ -58,15 +62,19 @@ def delta_rule(S: Array, x: Tokens, kept: int, implementation: str = AUTO) -> tu
     return choose(implementation, plain, kernels)(S, x)
 
 
-def delta_rule_reference(S: Array, x: Tokens, kept: int) -> tuple[Array, Array]:
-    """The definition, token by token."""
+def delta_step(S: Array, x: Tokens) -> tuple[Array, Array]:
+    """The definition: one token of one slot changes the state and reads it."""
+    S = S * jnp.exp(x.decay)[..., None, None]
+    error = x.v - jnp.einsum("kghv,kh->kgv", S, x.k)
+    S = S + jnp.einsum("kh,kgv->kghv", x.k, error * x.strength[..., None])
+    return S, jnp.einsum("kghv,kh->kgv", S, x.q)
 
+
+@jax.default_matmul_precision("highest")
+def delta_rule_reference(S: Array, x: Tokens, kept: int, definition: Any) -> tuple[Array, Array]:
     def token(S: Array, x: Tokens) -> tuple[Array, Array]:
-        left = jnp.exp(x.decay)[..., None, None]
-        S = jnp.where(left == 0, 0, S * left)
-        error = x.v - dot("bkghv,bkh->bkgv", S, x.k)
-        S = S + dot("bkh,bkgv->bkghv", x.k, error * x.strength[..., None])
-        return S, dot("bkghv,bkh->bkgv", S, x.q)
+        S = jnp.where(jnp.isneginf(x.decay)[..., None, None], 0, S)  # forgets even NaN
+        return jax.vmap(definition)(S, x)
 
     x = jax.tree.map(lambda a: a.swapaxes(0, 1), x)
     S, o = lax.scan(token, S, jax.tree.map(lambda a: a[:kept], x))
