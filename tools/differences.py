@@ -26,9 +26,9 @@ FAMILIES = [family for family in SHOWN if family != BASE]
 HEAD = """# From llama3 to the others
 
 All model files have the same order and the same names. Definitions with the same name and the same
-task have the same body, so what differs between two files is the architecture. These lists say
-which definitions of each family are new, changed or gone. Kimi K2 is compared with DeepSeek R1. If a
-class "changes" a field, the field has another type or default. The full changes of a family:
+task have the same body, so what differs between two files is the architecture. For each family,
+these lists say which definitions are new, changed or gone. Kimi K2 is compared with DeepSeek R1. If
+a class "changes" a field, this field has another type or default. The full changes of a family:
 
 ```sh
 git diff --no-index llama3/model.py qwen3/model.py
