@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,50 @@ def test_the_page_of_differences_is_that_of_the_files():
     assert differences.PAGE.read_text(encoding="utf-8") == differences.page(differences.FAMILIES), (
         "run python tools/differences.py"
     )
+
+
+@pytest.mark.parametrize("family", differences.FAMILIES)
+def test_what_the_page_says_of_a_family_names_code_that_its_files_have(family):
+    files = (differences.NEARER.get(family, differences.BASE), family)
+    code = "".join((differences.ROOT / x / "model.py").read_text("utf-8") for x in files)
+    lines = [
+        x for x in differences.section(family, differences.notes()).split("\n") if x[:1] == "*"
+    ]
+    names = re.findall(r"`([^`]+)`", "\n".join(lines))
+    assert len(names) > 5 and all(name in code for name in names)
+
+
+@pytest.mark.parametrize("family, name", [("gpt2", "mlp"), ("qwen3", "Moe"), ("kimi_k2", "route")])
+def test_a_definition_of_which_nothing_is_said_is_told(family, name):
+    said = differences.notes()
+    del said[family][name]
+    said["all"].pop(name, None)
+    with pytest.raises(ValueError, match=f"says nothing of {name} of {family}"):
+        differences.section(family, said)
+
+
+def test_words_on_a_definition_that_does_not_differ_are_told(monkeypatch):
+    said = differences.notes()
+    said["qwen3"]["embed"] = "is another"
+    monkeypatch.setattr(differences, "notes", lambda: said)
+    with pytest.raises(ValueError, match=r"do not differ: \{'qwen3': \['embed'\]\}"):
+        differences.page(differences.FAMILIES)
+
+
+def test_words_for_all_families_are_those_of_several():
+    said, page = differences.notes()["all"], differences.page(differences.FAMILIES)
+    assert all(page.count(f") {words}.") > 1 for words in said.values())
+
+
+def test_a_class_gains_loses_and_changes_fields():
+    before = (
+        "class A(NamedTuple):\n    a: int\n    b: int = 1\n    c: int | None\n    d: int  # one\n"
+    )
+    after = (
+        "class A(NamedTuple):\n    b: int = 2\n    c: int | None = None\n    d: int\n    e: int\n"
+    )
+    assert differences.change_of_fields(before, after) == "gains `e`; loses `a`; changes `b`, `c`"
+    assert differences.change_of_fields(before, before.replace("# one", "# two")) == ""
 
 
 @pytest.mark.parametrize("family", FILES)

@@ -1,6 +1,7 @@
-"""docs/topologies.md is what its script makes. The script still finds the same figures, and the
-chosen meshes are as good as the page says."""
+"""docs/topologies.md, .csv and .svg are what their script makes. The script still finds the same
+figures, and the chosen meshes are as good as the page says."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -18,9 +19,28 @@ SEARCHES = {key: found for key, found in DATA.items() if key.startswith("search 
 SMALL = ["gpt2 distilgpt2 bf16 v5e:1x1 8 2048", "llama3 llama3.2-1b int8 v5e:1x1 8 2048"]
 
 
-def test_the_page_and_the_picture_are_those_of_the_data():
-    assert (topologies.ROOT / "docs" / "topologies.md").read_text() == topologies.page(DATA)
-    assert (topologies.ROOT / "docs" / "topologies.svg").read_text() == topologies.picture(DATA)
+def test_the_page_the_table_and_the_picture_are_those_of_the_data():
+    docs = topologies.ROOT / "docs"
+    assert (docs / "topologies.md").read_text() == topologies.page(DATA)
+    assert (docs / "topologies.csv").read_text() == topologies.table_of_all(DATA)
+    assert (docs / "topologies.svg").read_text() == topologies.picture(DATA)
+
+
+def test_the_table_has_every_row_and_every_search_and_the_page_has_a_row_of_each_family():
+    every = topologies.rows_read(DATA)
+    with (topologies.ROOT / "docs" / "topologies.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(every) > 80
+    for row, line in zip(every, lines, strict=True):
+        run, decode = DATA[row.key], DATA[row.key]["steps"]["decode"]
+        assert (line["model"], line["mesh"]) == (row.size, run["mesh"])
+        assert int(line["memory"]) == run["memory"]
+        assert float(line["decode_at_least_ms"]) == max(decode["floor_ms"].values())
+    assert sum(line["best_mesh"] != "" for line in lines) == len(SEARCHES)
+    of_page = {line[0] for line in topologies.COMMON}
+    assert {family for family, size in topologies.tabled() if size in of_page} == {
+        family for family, _ in topologies.tabled()
+    }
 
 
 def test_every_row_that_the_script_would_compile_is_in_the_data_and_each_size_fits_somewhere():
@@ -48,6 +68,14 @@ def test_a_row_compiled_again_has_the_same_figures(key, tmp_path):
         assert (a["weights"], a["cache"]) == (b["weights"], b["cache"])
         for name in ("memory", "traffic", "products"):
             assert_close(a[name], b[name], rtol=0.05)
+
+
+def test_the_page_names_the_memory_of_its_chips():
+    text = " ".join(topologies.page(DATA).split())
+    memory = {name: f"{CHIPS[name].memory / 1e9:.1f}" for name in ("v5e", "v6e", "h100")}
+    said = "A v5e chip has {v5e} GB, a v6e chip {v6e}, an H100 {h100}."
+    assert said.format(**memory) in text
+    assert {topology.partition(":")[0] for _, _, topology in topologies.COMMON} == set(memory)
 
 
 def test_every_chosen_mesh_is_within_a_twentieth_of_the_best_that_a_search_found():

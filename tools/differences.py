@@ -1,14 +1,15 @@
-"""Writes docs/differences.md, which compares each model file with llama3's, definition by
-definition. Also renumbers the links to lines of code in the READMEs and in docs/reading.md.
+"""Writes docs/differences.md, which says of each model file which definitions are not llama3's.
+differences.toml says in words how they differ. Also renumbers the links to lines of code in the
+READMEs and in docs/reading.md.
 
     python tools/differences.py
 """
 
 import argparse
 import ast
-import difflib
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,10 +26,13 @@ FAMILIES = [family for family in SHOWN if family != BASE]
 HEAD = """# From llama3 to the others
 
 All model files have the same order and the same names. Definitions with the same name and the same
-task have the same body, so the difference between two files is the difference between two
-architectures. `python tools/differences.py` makes this page from the files, and a test fails when
-it is out of date. For each family it lists the definitions that are identical to llama3's
-(for Kimi K2, those of DeepSeek R1), then the new ones, with links, and the changes to the rest.
+task have the same body, so what differs between two files is the architecture. For each family,
+these lists say which definitions are new, changed or gone. Kimi K2 is compared with DeepSeek R1. If
+a class "changes" a field, this field has another type or default. The full changes of a family:
+
+```sh
+git diff --no-index llama3/model.py qwen3/model.py
+```
 """
 
 
@@ -57,32 +61,62 @@ def link(family: str, name: str, definition: Definition) -> str:
     return f"[`{name}`](../{family}/model.py#L{definition.line})"
 
 
-def change(before: str, after: str) -> str:
-    """Returns a unified diff with two lines around each change, without headers."""
-    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2))
-    return "\n".join("" if line.startswith("@@") else line for line in lines[3:])
+def fields(source: str) -> dict[str, str]:
+    """Returns the fields of a class, each with its type and default."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.AnnAssign)]
+    return {ast.unparse(node.target): ast.unparse(node) for node in found}
 
 
-def section(family: str) -> str:
+def change_of_fields(before: str, after: str) -> str:
+    """Returns which fields a class gains, loses and changes; "" if it is no class, or none."""
+    if not re.search("^class ", after, re.MULTILINE):
+        return ""
+    old, new = fields(before), fields(after)
+    changes = dict(
+        gains=[name for name in new if name not in old],
+        loses=[name for name in old if name not in new],
+        changes=[name for name in new if name in old and new[name] != old[name]],
+    )
+    said = {verb: ", ".join(f"`{name}`" for name in names) for verb, names in changes.items()}
+    return "; ".join(f"{verb} {names}" for verb, names in said.items() if names)
+
+
+def notes() -> dict[str, dict[str, str]]:
+    """Returns what differences.toml says of each family's definitions, and of those in "all"."""
+    text = (ROOT / "tools" / "differences.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def section(family: str, said: dict[str, dict[str, str]]) -> str:
+    """Removes the notes that it uses from `said[family]`. Raises ValueError if one is missing."""
     nearest = NEARER.get(family, BASE)
-    base, own = definitions(nearest), definitions(family)
+    base, own, notes_left = definitions(nearest), definitions(family), said.setdefault(family, {})
     same = [name for name in own if name in base and own[name].source == base[name].source]
-    changed = [name for name in own if name in base and name not in same]
+    gone = [link(nearest, name, base[name]) for name in base if name not in own]
+
+    def line(name: str) -> str:
+        change = change_of_fields(base[name].source, own[name].source) if name in base else ""
+        note = notes_left.pop(name, "") or ("" if change else said["all"].get(name, ""))
+        if not change and not note:
+            raise ValueError(f"differences.toml says nothing of {name} of {family}")
+        return f"* {link(family, name, own[name])} {'. '.join(filter(None, [change, note]))}."
+
     parts = [f"## {nearest} → {family}"]
+    new = [line(name) for name in own if name not in base]
+    parts.append("\n".join(["**New**:\n", *new]) if new else "**New**: nothing.")
+    changed = [line(name) for name in own if name in base and name not in same]
+    parts.append("\n".join(["**Changed**:\n", *changed]))
+    parts.append(f"**Gone**: {', '.join(gone)}." if gone else "**Gone**: nothing.")
     parts.append("**The same**: " + ", ".join(f"`{name}`" for name in same) + ".")
-    new = ", ".join(link(family, name, own[name]) for name in own if name not in base)
-    parts.append(f"**New**: {new}." if new else "**New**: nothing.")
-    gone = ", ".join(link(nearest, name, base[name]) for name in base if name not in own)
-    parts.append(f"**Not needed**: {gone}." if gone else "**Not needed**: nothing.")
-    parts.append("**Changed**:")
-    for name in changed:
-        diff = change(base[name].source, own[name].source)
-        parts.append(f"{link(family, name, own[name])}\n\n```diff\n{diff}\n```")
     return "\n\n".join(parts)
 
 
 def page(families: list[str]) -> str:
-    return "\n\n".join([HEAD.strip(), *map(section, families)]) + "\n"
+    said = notes()
+    sections = [section(family, said) for family in families]
+    if unused := {family: list(said[family]) for family in families if said[family]}:
+        raise ValueError(f"differences.toml speaks of definitions that do not differ: {unused}")
+    return "\n\n".join([HEAD.strip(), *sections]) + "\n"
 
 
 def renumbered(readme: Path) -> str:

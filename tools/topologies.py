@@ -1,9 +1,9 @@
-"""Makes docs/topologies.md and docs/topologies.svg: which model fits where, and how fast it can be.
+"""Makes docs/topologies.md, .csv and .svg: which model fits where, and how fast it can be.
 
     python tools/topologies.py compile   # fills docs/topologies.json; resumes where it stopped
     python tools/topologies.py search    # adds how good the chosen meshes are
     python tools/topologies.py shapes    # adds the figures that follow from shapes alone
-    python tools/topologies.py write     # writes the page and the picture
+    python tools/topologies.py write     # writes the page, the table of all rows and the picture
 
 It compiles every published size, as stored, in bfloat16 and in int8, some sizes also in 4 bits, on
 the smallest TPU slice and on the fewest H100s that hold it, and the steps that other
@@ -12,9 +12,11 @@ in place of libtpu.
 """
 
 import argparse
+import csv
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import math
 import os
@@ -62,6 +64,20 @@ ON_GPUS = ["gpt2-xl", "llama3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v
 # Sizes of the same shape as another. The fp8 files of Qwen3 are left out too.
 ALIKE = {"deepseek-v3": "deepseek-r1", "kimi-k2-instruct-0905": "kimi-k2-instruct"}
 ALIKE |= {f"r1-distill-qwen-{size}": f"qwen2.5-{size}" for size in ("7b", "32b")}
+# The rows on the page: size, storage, topology. docs/topologies.csv has all.
+COMMON = [
+    ("gpt2-xl", "bf16", "v5e:1x1"),
+    ("llama3.1-8b", "bf16", "h100:1"),
+    ("llama3.1-8b", "int8", "v5e:1x1"),
+    ("llama3.1-70b", "int8", "v5e:2x4"),
+    ("qwen3-30b-a3b", "int8", "v5e:2x2"),
+    ("qwen3-235b-a22b", "int8", "v5e:4x4"),
+    ("gpt-oss-20b", "as stored", "v5e:1x1"),
+    ("gpt-oss-120b", "as stored", "v5e:2x4"),
+    ("llama-4-scout", "int8", "v5e:2x4"),
+    ("deepseek-r1", "as stored", "v5e:8x8"),
+    ("kimi-k2-instruct", "as stored", "v6e:8x8"),
+]
 
 
 class Row(NamedTuple):
@@ -290,16 +306,22 @@ def shape_cells() -> dict[str, dict[str, list[Any]]]:
 # ---- the page
 
 
-def figure(step: dict[str, Any]) -> list[str]:
-    """Returns the cells of a step: traffic, floor, and collectives."""
-    if "refusal" in step:
-        return ["-", "-", "-"]
+def bound(step: dict[str, Any]) -> tuple[float, str]:
+    """Returns the lower bound of a step in milliseconds, and what sets it."""
+    return max((ms, name) for name, ms in step["floor_ms"].items())
+
+
+def collectives(step: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many a step has, and the bytes that they return."""
     each = [c for c in step["collectives"] if not c["conditional"]]
-    times, sent = sum(c["times"] for c in each), sum(c["bytes"] for c in each)
-    floor = max(step["floor_ms"].values())
-    by = max(step["floor_ms"], key=lambda name: step["floor_ms"][name])
-    mark = "" if by == "memory" else f" ({by})"
-    return [f"{step['traffic'] / 1e9:.2f}", f"{floor:.2f}{mark}", f"{times}, {sent / 1e6:.1f}"]
+    return sum(c["times"] for c in each), sum(c["bytes"] for c in each)
+
+
+def least(step: dict[str, Any]) -> str:
+    if "refusal" in step:
+        return "-"
+    ms, by = bound(step)
+    return f"{ms:.2f}" if by == "memory" else f"{ms:.2f} ({by})"
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -308,11 +330,11 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def run_row(row: Row, run: dict[str, Any]) -> list[str]:
-    memory = f"{run['memory'] / 1e9:.2f} of {run['chip']['memory'] / 1e9:.1f}"
+    memory = f"{run['memory'] / 1e9:.2f}"
     verdict = memory if run["fits"] else f"{memory}: does not fit"
-    figures = [*figure(run["steps"]["decode"]), *figure(run["steps"]["prompt"])]
+    times = [least(run["steps"][step]) for step in ("decode", "prompt")]
     place = [row.size, row.storage, row.topology, f"`{run['mesh']}`"]
-    return [*place, verdict, *figures, str(run["most_slots"])]
+    return [*place, verdict, *times, str(run["most_slots"])]
 
 
 class Point(NamedTuple):
@@ -337,8 +359,8 @@ POINTS = [
 
 def point_row(row: Row, point: Point, run: dict[str, Any]) -> list[str]:
     decode = run["steps"]["decode"]
-    traffic, floor, collectives = figure(decode)
-    times, _, sent = collectives.partition(", ")
+    traffic = f"{decode['traffic'] / 1e9:.2f}"
+    times, sent = collectives(decode)
     read = decode["floor_ms"]["memory"] * run["chip"]["bandwidth"] / 1e12
     both = traffic if abs(read - float(traffic)) < 0.01 else f"{read:.2f} to {traffic}"
     return [
@@ -346,17 +368,16 @@ def point_row(row: Row, point: Point, run: dict[str, Any]) -> list[str]:
         f"{point.memory} → **{decode['memory'] / 1e9:.2f}**",
         f"{point.traffic or '?'} → **{both}**",
         f"{point.collectives} → **{times}**",
-        f"{point.sent} → **{sent}**",
-        floor,
+        f"{point.sent} → **{sent / 1e6:.1f}**",
+        least(decode),
     ]
 
 
-def search_row(row: Row, found: dict[str, Any]) -> list[str]:
+def best_of(found: dict[str, Any]) -> tuple[str, float]:
+    """Returns the best mesh of a search, and how much longer the chosen one takes: a ratio."""
     best = min(found["meshes"], key=lambda axes: found["meshes"][axes])
     ratio = found["meshes"][found["chosen"]] / found["meshes"][best]
-    count = str(len(found["meshes"]))
-    names = [row.size, row.storage, row.topology, count, f"`{found['chosen']}`"]
-    return [*names, "the same" if ratio == 1 else f"`{best}`", f"{ratio:.3f}"]
+    return found["chosen"] if ratio == 1 else best, ratio
 
 
 def row_of(key: str) -> Row:
@@ -372,31 +393,59 @@ def rows_read(data: dict[str, Any]) -> list[Row]:
     return [Row(*fields) for fields in data["rows"]]
 
 
+def table_of_all(data: dict[str, Any]) -> str:
+    """Returns all compiled rows, as a CSV file: those of the page and those of REFERENCE too."""
+    every = rows_read(data)
+    lines: list[dict[str, Any]] = []
+    for row in every:
+        if row.key not in data:
+            continue
+        run = data[row.key]
+        line: dict[str, Any] = dict(
+            family=row.family, model=row.size, weights=row.storage, slice=row.topology
+        )
+        line |= dict(slots=run["slots"], positions=run["capacity"], stored=run["stored"])
+        line |= dict(mesh=run["mesh"], memory=run["memory"], memory_of_chip=run["chip"]["memory"])
+        line |= dict(fits=run["fits"], slots_that_fit=run["most_slots"])
+        for name in ("decode", "prompt"):
+            step = run["steps"][name]
+            cells: list[Any] = [""] * 5
+            if "refusal" not in step:
+                cells = [step["traffic"], *bound(step), *collectives(step)]
+            of_step = ("traffic", "at_least_ms", "bound", "collectives", "returned")
+            line |= {f"{name}_{head}": cell for head, cell in zip(of_step, cells, strict=True)}
+        if found := data.get(f"search {row.key}"):
+            best, ratio = best_of(found)
+            line |= dict(meshes_tried=len(found["meshes"]), best_mesh=best)
+            line |= dict(chosen_over_best=f"{ratio:.3f}")
+        lines.append(line)
+    out = io.StringIO()
+    heads = dict.fromkeys(head for line in lines for head in line)
+    writer = csv.DictWriter(out, list(heads), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue()
+
+
 def page(data: dict[str, Any]) -> str:
     every = rows_read(data)
-    runs = [(row, data[row.key]) for row in every if row.key in data]
-    searches = [(row, data[f"search {row.key}"]) for row in searched(every)]
+    rows = {row[1:4]: row for row in every if row not in REFERENCE}
     head = ["model", "weights", "slice", "mesh", "memory, GB"]
-    steps = ["decode: traffic, GB", "floor, ms", "collectives, MB"]
-    steps += ["prompt of 512: traffic, GB", "floor, ms", "collectives, MB", "slots that fit"]
+    head += ["decode, ms at least", "prompt of 512, ms at least", "slots that fit"]
+    ratios = [best_of(data[f"search {row.key}"])[1] for row in searched(every)]
     filled = dict(
         versions=data["versions"],
-        sizes="\n".join(
-            table([*head, *steps], [run_row(*x) for x in runs if x[0] not in REFERENCE])
-        ),
+        count=str(sum(row.key in data for row in every)),
+        searched=str(len(ratios)),
+        best=str(ratios.count(1)),
+        sizes="\n".join(table(head, [run_row(rows[x], data[rows[x].key]) for x in COMMON])),
         points="\n".join(
             table(
-                ["step", "memory, GB", "traffic, GB", "collectives", "returned, MB", "floor, ms"],
+                ["step", "memory, GB", "traffic, GB", "collectives", "returned, MB", "ms at least"],
                 [
                     point_row(row, point, data[row.key])
                     for row, point in zip(REFERENCE, POINTS, strict=True)
                 ],
-            )
-        ),
-        searches="\n".join(
-            table(
-                ["model", "weights", "slice", "meshes tried", "chosen", "best", "chosen ÷ best"],
-                [search_row(*x) for x in searches],
             )
         ),
     )
@@ -433,7 +482,7 @@ def picture(data: dict[str, Any]) -> str:
     high = TOP + HEIGHT * len(cells) + 46
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" role="img">',
-        "<title>Which model fits which slice, and the floor of a decoding step</title>",
+        "<title>Which model fits which slice, and the least time of a decoding step</title>",
         f"<style>{STYLE}</style>",
         f'<text class="head" x="8" y="20">ms to decode one token in each of {SLOTS} slots of '
         f"{CAPACITY:,} positions, at best</text>",
@@ -482,6 +531,7 @@ def main() -> None:
         keep(read() | dict(rows=rows(), shapes=shape_cells(), versions=versions()))
     else:
         (ROOT / "docs" / "topologies.md").write_text(page(read()), encoding="utf-8")
+        (ROOT / "docs" / "topologies.csv").write_text(table_of_all(read()), encoding="utf-8")
         (ROOT / "docs" / "topologies.svg").write_text(picture(read()), encoding="utf-8")
 
 
