@@ -120,6 +120,7 @@ def llama(tensors):
     return hf, {name: x for name, x in tensors.items() if not OTHERS.fullmatch(name)}
 
 
+@pytest.mark.full
 def test_the_example_computes_what_qwen2_computes_without_its_other_biases(mine, tmp_path):
     """On four devices, over which the heads do not divide, so an Order moves the biases too."""
     tensors, mesh = tensors_of("qwen3", "qwen2"), make_mesh(tensor=4)
