@@ -269,7 +269,7 @@ def attend_by(definition: Definition, q_BTNH: Array, cache: LayerCache, end_B: A
     else:
         k, v = cache.k, cache.v
     # A skipped slot is taken for one of T tokens whose keys and values are zeros.
-    end_B1, place_S = jnp.maximum(end_B, T)[:, None], jnp.arange(S)
+    end_B1, place_S = jnp.where(end_B > 0, end_B, T)[:, None], jnp.arange(S)
     position_BS = place_S if cache.ring is None else end_B1 - 1 - (end_B1 - 1 - place_S) % S
     is_filled_BS = (position_BS >= 0) & (position_BS < end_B1)
     # A place that no token has written has a position that none has reached.

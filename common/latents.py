@@ -88,7 +88,7 @@ def attend_by(definition: Callable[..., Array], q: Any, cache: RowCache, end_B: 
     rows_BSW = jnp.where((position_S < end_B[:, None])[..., None], rows_BSW, 0)  # may be NaN
     # A skipped slot is taken for one of T tokens. Padding past the capacity was not appended.
     T = like.shape[1]
-    position_BT = jnp.maximum(end_B, T)[:, None] + jnp.arange(-T, 0)
+    position_BT = jnp.where(end_B > 0, end_B, T)[:, None] + jnp.arange(-T, 0)
     position_BT = jnp.minimum(position_BT, len(position_S) - 1)
     given = jax.tree.map(lambda x: x.astype(jnp.float32), q), rows_BSW, position_BT
     with jax.default_matmul_precision("highest"):

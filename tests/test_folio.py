@@ -4,11 +4,13 @@ import json
 import runpy
 import sys
 
+import numpy as np
 import pytest
 from engine import FIXTURES, ROOT, model_of
 from families import SHOWN
 
 from common.loading.shape import published_sizes
+from folio import compare
 from folio.__main__ import family_of, main
 
 
@@ -62,3 +64,31 @@ def test_a_mistake_is_one_line(words, told, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2 and capsys.readouterr().err == f"error: {told}\n"
+
+
+def test_differences_from_transformers_are_told_in_one_line(monkeypatch, capsys):
+    """Here the place of transformers is taken by the same numbers, one of them changed."""
+    ckpt = str(ROOT / "llama3" / "embedded")
+    ids, logits, tokens = compare.ours(ckpt, "KING.", 6)
+    changed = logits.copy()
+    changed[1, 3] += 0.5
+    theirs = changed, [*tokens[:4], tokens[4] + 1, tokens[5]]
+    monkeypatch.setattr(compare, "theirs", lambda *given: theirs)
+    for name in ("torch", "transformers"):
+        monkeypatch.setitem(sys.modules, name, sys)
+    compare.main(["--ckpt", ckpt, "--text", "KING.", "--tokens", "6"])
+    said = f"{ckpt}: logits of {len(ids)} tokens differ by at most 0.5 (their standard deviation is"
+    printed = capsys.readouterr().out
+    assert printed.startswith(said) and printed.endswith(
+        "; the first 4 of 6 greedy tokens are equal\n"
+    )
+    assert np.argmax(logits[-1]) == tokens[0]
+
+
+def test_without_torch_it_is_said_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit) as stop:
+        compare.main(["--ckpt", "anything"])
+    told = capsys.readouterr().err
+    assert stop.value.code == 2 and told.endswith("pip install torch transformers\n")
+    assert told.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Runs what the READMEs tell people to type."""
+"""Runs what the pages tell people to type."""
 
 import re
 import shlex
@@ -16,20 +16,28 @@ from common.sharding import parse_mesh
 from tools import topologies
 
 ROOT = Path(__file__).parent.parent
-READMES = sorted(
-    {ROOT / "README.md", ROOT / "docs" / "serving.md"}
-    | {*ROOT.glob("*/README.md"), *ROOT.glob("common/*/README.md")}
+PAGES = sorted(
+    {
+        *ROOT.glob("*.md"),
+        *ROOT.glob("*/README.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("common/*/README.md"),
+    }
 )
 
 
 def blocks(language):
-    text = "\n".join(file.read_text() for file in READMES)
+    text = "\n".join(file.read_text() for file in PAGES)
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-COMMANDS = sorted({line for block in blocks("sh") for line in block.splitlines() if line.strip()})
-MODEL_COMMANDS = [line for line in COMMANDS if re.match(r"python -m \w+\.main", line)]
-OFFLINE = [line for line in MODEL_COMMANDS if "--ckpt" not in line and "--help" not in line]
+LINES = {line for block in blocks("sh") for line in block.splitlines() if line.strip()}
+# uv, and comments at the end, are for people.
+COMMANDS = sorted(re.sub(r"^uv run .*?(?=python )|  # .*", "", line) for line in LINES)
+MODEL_COMMANDS = [x for x in COMMANDS if re.match(r"python -m (\w+\.main|folio) ", x)]
+OFFLINE = [x for x in MODEL_COMMANDS if "--ckpt" not in x and "--help" not in x]
+# The first page shows a part of a function; a client needs a server.
+EXAMPLES = [x for x in blocks("python") if x[0] != " " and "127.0.0.1" not in x]
 
 
 def call(command, **kwargs):
@@ -39,8 +47,8 @@ def call(command, **kwargs):
 
 
 @pytest.mark.parametrize("line", MODEL_COMMANDS)
-def test_every_option_that_a_readme_uses_exists(line):
-    words = shlex.split(line.split(">")[0])
+def test_every_option_that_a_page_uses_exists(line):
+    words = shlex.split(line.split(">")[0].split("<")[0].split("|")[0])
     name = words[2].removesuffix(".main")
     if "--help" not in words:
         for axes in parser(name).parse_args(words[3:]).mesh:
@@ -57,20 +65,20 @@ def test_a_command_that_needs_no_checkpoint_prints_text(line, tmp_path):
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("code", blocks("python"))
+@pytest.mark.parametrize("code", EXAMPLES)
 def test_an_example_runs(code):
     done = call([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() or "print" not in code
 
 
-def test_the_readmes_name_the_commands_that_are_tested_here():
+def test_the_pages_name_the_commands_that_are_tested_here():
     assert "pip install -e '.[test]'" in COMMANDS
     assert "python -m pytest" in COMMANDS
     assert OFFLINE
 
 
-@pytest.mark.parametrize("file", READMES, ids=lambda f: str(f.relative_to(ROOT)))
+@pytest.mark.parametrize("file", PAGES, ids=lambda f: str(f.relative_to(ROOT)))
 def test_links_lead_somewhere(file):
     for target in re.findall(r"\]\(([^)#:]+)[#)]", file.read_text()):
         assert (file.parent / target).exists(), f"{file.name} links to {target}"
@@ -84,6 +92,16 @@ def test_links_lead_somewhere(file):
 FIRST_PAGE = (ROOT / "README.md").read_text()
 
 
+def test_the_first_page_shows_lines_of_llama3():
+    (shown,) = (x for x in blocks("python") if x.startswith(" "))
+    assert shown in (ROOT / "llama3" / "model.py").read_text()
+
+
+def test_the_pages_are_short():
+    words = {file: len(file.read_text().split()) for file in PAGES}
+    assert words[ROOT / "README.md"] <= 1300 and sum(words.values()) <= 20_000
+
+
 def test_the_first_page_counts_the_lines_of_every_model_file():
     counted = re.findall(r"^\| \[`(\w+)/`\].*\| (\d+) \|", FIRST_PAGE, re.MULTILINE)
     assert dict(counted).keys() == set(SHOWN)
@@ -92,15 +110,16 @@ def test_the_first_page_counts_the_lines_of_every_model_file():
 
 
 FAMILY_OF = {size: family for family, size in topologies.sizes()}
-MEMORY = re.findall(r"^\| ([a-z][\w.-]*)[^|]*((?:\| [\d.,]+ ){5})\|$", FIRST_PAGE, re.M)
+SIZES = (ROOT / "docs" / "commands.md").read_text()
+MEMORY = re.findall(r"^\| ([a-z][\w.-]*)[^|]*((?:\| [\d.,]+ ){5})\|$", SIZES, re.M)
 
 
-def test_the_first_page_has_the_memory_of_every_family():
+def test_a_page_has_the_memory_of_every_family():
     assert {FAMILY_OF[size] for size, _ in MEMORY} >= set(SHOWN)
 
 
 @pytest.mark.parametrize("size, cells", MEMORY, ids=[size for size, _ in MEMORY])
-def test_the_memory_on_the_first_page_follows_from_the_shapes(size, cells):
+def test_the_memory_on_the_page_follows_from_the_shapes(size, cells):
     loads = []
     for storage in ("as stored", "bf16", "int8"):
         row = topologies.Row(FAMILY_OF[size], size, storage, "", slots=1, capacity=4096)

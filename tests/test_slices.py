@@ -24,7 +24,7 @@ from common.sharding import make_mesh, parse_mesh
 from common.speculate import generate
 
 HBM = dict(v5e=16 << 30, v6e=32 << 30, v5p=95 << 30)  # bytes of one chip
-SLOTS, PROMPT, LAYERS = 8, 512, 2
+SLOTS, PROMPT, LAYERS = 8, 128, 2
 SIZES = {family: list(importlib.import_module(f"{family}.shapes").SLICES) for family in FAMILIES}
 # The largest size of each family but those with latents, which test_dryrun.py compiles.
 ENDS = [(f, sizes[-1]) for f, sizes in SIZES.items() if f not in ("deepseek_r1", "kimi_k2")]
