@@ -16,7 +16,8 @@ from common.sharding import parse_mesh
 from tools import topologies
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("[a-z]*/README.md")]
+PAGES = sorted([*PAGES, *ROOT.glob("common/*/README.md")])
     {
         *ROOT.glob("*.md"),
         *ROOT.glob("*/README.md"),
