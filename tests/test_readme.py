@@ -18,13 +18,6 @@ from tools import topologies
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("[a-z]*/README.md")]
 PAGES = sorted([*PAGES, *ROOT.glob("common/*/README.md")])
-    {
-        *ROOT.glob("*.md"),
-        *ROOT.glob("*/README.md"),
-        *ROOT.glob("docs/*.md"),
-        *ROOT.glob("common/*/README.md"),
-    }
-)
 
 
 def blocks(language):
