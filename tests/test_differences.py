@@ -29,6 +29,10 @@ INTENDED = {
     ("forward", "gpt2"): "adds learned positions; its head is always the embedding",
     ("DecodeState", "gpt2"): "its keys are not rotated",
     ("init_state", "gpt2"): "as many key/value heads as query heads",
+    ("softmax_attention", "gpt_oss"): "has windows and sinks",
+    ("softmax_attention", "llama4"): "has chunks",
+    ("mixture", "gpt_oss"): "passes on the limit that clamps",
+    ("mixture", "llama4"): "multiplies the input of an expert by the score",
     ("DecodeState", "gpt_oss"): "has windows",
     ("init_state", "gpt_oss"): "has windows",
 }
@@ -153,7 +157,11 @@ def test_a_class_gains_loses_and_changes_fields():
     after = (
         "class A(NamedTuple):\n    b: int = 2\n    c: int | None = None\n    d: int\n    e: int\n"
     )
-    assert differences.change_of_fields(before, after) == "gains `e`; loses `a`; changes `b`, `c`"
+    assert differences.change_of_fields(before, after) == "gains `e`; loses `a`"
+    assert (
+        differences.change_of_fields(before, before.replace("b: int = 1", "b: int"))
+        == "changes `b`"
+    )
     assert differences.change_of_fields(before, before.replace("# one", "# two")) == ""
 
 

@@ -20,6 +20,7 @@ from families import SHOWN  # noqa: E402
 
 PAGE, READING = ROOT / "docs" / "differences.md", ROOT / "docs" / "reading.md"
 BASE = "llama3"
+LOADING = ("config_from_hf", "weight_layout", "init_state", "checkpoint_table")
 NEARER = {"kimi_k2": "deepseek_r1"}  # families that are compared with another one than llama3
 FAMILIES = [family for family in SHOWN if family != BASE]
 
@@ -27,8 +28,9 @@ HEAD = """# From llama3 to the others
 
 All model files have the same order and the same names. Definitions with the same name and the same
 task have the same body, so what differs between two files is the architecture. For each family,
-these lists say which definitions are new, changed or gone. Kimi K2 is compared with DeepSeek R1. If
-a class "changes" a field, this field has another type or default. The full changes of a family:
+these lists say which definitions are new, changed or gone; all others are the same. They leave out
+what loads a checkpoint: `config_from_hf`, `weight_layout`, `init_state`, `checkpoint_table` and
+constants. Kimi K2 is compared with DeepSeek R1. All changes:
 
 ```sh
 git diff --no-index llama3/model.py qwen3/model.py
@@ -68,15 +70,16 @@ def fields(source: str) -> dict[str, str]:
 
 
 def change_of_fields(before: str, after: str) -> str:
-    """Returns which fields a class gains, loses and changes; "" if it is no class, or none."""
+    """Returns which fields a class gains and loses, or else changes; "" if it is no class."""
     if not re.search("^class ", after, re.MULTILINE):
         return ""
     old, new = fields(before), fields(after)
     changes = dict(
         gains=[name for name in new if name not in old],
         loses=[name for name in old if name not in new],
-        changes=[name for name in new if name in old and new[name] != old[name]],
     )
+    if not any(changes.values()):
+        changes = dict(changes=[name for name in new if new[name] != old[name]])
     said = {verb: ", ".join(f"`{name}`" for name in names) for verb, names in changes.items()}
     return "; ".join(f"{verb} {names}" for verb, names in said.items() if names)
 
@@ -91,8 +94,10 @@ def section(family: str, said: dict[str, dict[str, str]]) -> str:
     """Removes the notes that it uses from `said[family]`. Raises ValueError if one is missing."""
     nearest = NEARER.get(family, BASE)
     base, own, notes_left = definitions(nearest), definitions(family), said.setdefault(family, {})
+    own = {name: own[name] for name in own if name not in LOADING and not name.isupper()}
     same = [name for name in own if name in base and own[name].source == base[name].source]
-    gone = [link(nearest, name, base[name]) for name in base if name not in own]
+    shown = [name for name in base if name not in LOADING and not name.isupper()]
+    gone = [link(nearest, name, base[name]) for name in shown if name not in own]
 
     def line(name: str) -> str:
         change = change_of_fields(base[name].source, own[name].source) if name in base else ""
@@ -107,7 +112,6 @@ def section(family: str, said: dict[str, dict[str, str]]) -> str:
     changed = [line(name) for name in own if name in base and name not in same]
     parts.append("\n".join(["**Changed**:\n", *changed]))
     parts.append(f"**Gone**: {', '.join(gone)}." if gone else "**Gone**: nothing.")
-    parts.append("**The same**: " + ", ".join(f"`{name}`" for name in same) + ".")
     return "\n\n".join(parts)
 
 
