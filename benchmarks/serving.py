@@ -142,7 +142,6 @@ def drafts(model: Model, args: argparse.Namespace) -> Iterator[str]:
     sources: dict[str, Any] = {
         "none": None,
         "lookup": "lookup",
-        "auto": "auto",
         "the first quarter of its layers": model._replace(config=half, weights=weights),
     }
     sources = {name: x for name, x in sources.items() if name == "none" or args.draft in name}

@@ -264,10 +264,7 @@ def attend(
 def attend_by(definition: Definition, q_BTNH: Array, cache: LayerCache, end_B: Array) -> Array:
     """`attend` by the model file's own definition, in float32 and one slot at a time."""
     (B, T, _, H), S = q_BTNH.shape, places(cache)
-    if isinstance(cache, RowCache):
-        v, k = jnp.split(cache.rows, 2, axis=-1)
-    else:
-        k, v = cache.k, cache.v
+    v, k = (cache.v, cache.k) if isinstance(cache, KVCache) else jnp.split(cache.rows, 2, axis=-1)
     # A skipped slot is taken for one of T tokens whose keys and values are zeros.
     end_B1, place_S = jnp.where(end_B > 0, end_B, T)[:, None], jnp.arange(S)
     position_BS = place_S if cache.ring is None else end_B1 - 1 - (end_B1 - 1 - place_S) % S

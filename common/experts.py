@@ -35,7 +35,10 @@ class Groups(NamedTuple):
 
 def group_by_expert(expert_MX: jax.Array, num_local: int) -> Groups:
     """Sorts the choices of experts, int32 [M, X], numbered among all, for a device that holds
-    `num_local` of them. Called inside `shard_map`."""
+    `num_local` of them. Called inside `shard_map`. If 3 tokens choose [[2, 0], [1, 2], [0, 2]] and
+    the device holds experts 0 and 1 of 4, then choice = [1, 4, 2, 0, 3, 5]: the rows are those of
+    tokens 0, 2, 1, 0, 1, 2. sizes = [2, 1]: two rows for expert 0 and one for expert 1, and the
+    rest are other devices'. row = [[3, 0], [2, 4], [1, 5]] finds the result of each choice."""
     M, X = expert_MX.shape
     local = expert_MX.ravel() - lax.axis_index(EXPERT) * num_local
     local = jnp.where((local >= 0) & (local < num_local), local, num_local)

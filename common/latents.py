@@ -79,17 +79,16 @@ def attend_latent(
 
 
 def attend_by(definition: Callable[..., Array], q: Any, cache: RowCache, end_B: Array) -> Array:
-    """Attention by the model file's own definition, in float32 and one slot at a time. It gets the
-    arrays of q, [T, N, ...]; the rows of all positions [S, W]; and the positions of both."""
+    """Attention by the model file's own definition, in float32 and one slot at a time. It gets q
+    [T, N, ...], the rows of all positions [S, W], and the positions of both."""
     (like, *_), gather = jax.tree.leaves(q), partial(lax.all_gather, axis_name=TENSOR)
     rows, scale = jax.tree.map(partial(gather, axis=2, tiled=True), (cache.rows, cache.k_scale))
     rows_BSW = rows[:, 0].astype(jnp.float32) * (1 if scale is None else scale[:, 0, :, None])
     position_S = jnp.arange(rows_BSW.shape[1])
     rows_BSW = jnp.where((position_S < end_B[:, None])[..., None], rows_BSW, 0)  # may be NaN
     # A skipped slot is taken for one of T tokens. Padding past the capacity was not appended.
-    T = like.shape[1]
-    position_BT = jnp.where(end_B > 0, end_B, T)[:, None] + jnp.arange(-T, 0)
-    position_BT = jnp.minimum(position_BT, len(position_S) - 1)
+    end_B1 = jnp.where(end_B > 0, end_B, like.shape[1])[:, None]
+    position_BT = jnp.minimum(end_B1 + jnp.arange(-like.shape[1], 0), len(position_S) - 1)
     given = jax.tree.map(lambda x: x.astype(jnp.float32), q), rows_BSW, position_BT
     with jax.default_matmul_precision("highest"):
         o_BTNJ: Array = jax.vmap(definition, (0, 0, 0, None))(*given, position_S)
@@ -111,20 +110,14 @@ def attend_expanded(
 
     It is called for one part of the positions at a time, up to the end of the longest slot, so the
     cost grows with the filled positions and not with the capacity. On TPU, the kernel multiplies
-    each block of stored rows on the chip. The reference expands all positions at once, because a
-    loop of unknown length has no gradient.
+    each block of stored rows on the chip. The reference is `attend_by`.
     """
 
-    def expanded(name: Impl, part: RowCache, end_B: Array) -> Any:
+    def expanded(part: RowCache, end_B: Array) -> Any:
         rows = part.rows if part.k_scale is None else part.rows * part.k_scale[..., None]
         k_BNPH, v_BNPJ = expand(rows[:, 0].astype(q_BTNH.dtype))
-        options: Any = dict(scale=scale, implementation=name, return_lse=True)
+        options: Any = dict(scale=scale, implementation=Impl.BLOCKED, return_lse=True)
         return prefill_attention(q_BTNH, k_BNPH, v_BNPJ, end_B, **options)
-
-    def at_once() -> Array:
-        gather = partial(lax.all_gather, axis_name=TENSOR, axis=2, tiled=True)  # own part -> all
-        o: Array = expanded(Impl.REFERENCE, jax.tree.map(gather, cache), end_B)[0]
-        return o
 
     def kernels() -> dict[str, Kernel]:
         from common.kernels.prefill_attention_tpu import prefill_attention_tpu, unsupported
@@ -145,8 +138,8 @@ def attend_expanded(
 
         return dict(tpu=Kernel("tpu", on_tpu, unsupported(q_BTNH, cache.rows)))
 
-    blocked = partial(in_parts, partial(expanded, Impl.BLOCKED), cache, end_B)
-    plain: Any = dict(reference=at_once, blocked=blocked, gpu=blocked)
+    blocked = partial(in_parts, expanded, cache, end_B)
+    plain: Any = dict(blocked=blocked, gpu=blocked)
     o_BTNJ: Array = choose(implementation, plain, kernels)()
     return o_BTNJ
 

@@ -329,6 +329,14 @@ def expanded(layer, q_BTNH, end_B, implementation, axes):
             k_BNPH = jnp.einsum("bpc,nch->bnph", rows_BPW[..., :C], w_NCH)
             return k_BNPH, k_BNPH[..., 1:] - k_BNPH[..., :-1]
 
+        def definition(q_TNH, rows_SW, position_T, position_S):
+            k_NSH, v_NSJ = (x[0] for x in expand(rows_SW[None]))
+            score_NTS = jnp.einsum("tnh,nsh->nts", q_TNH, k_NSH) * 1.5
+            score_NTS = jnp.where(position_S <= position_T[:, None], score_NTS, -jnp.inf)
+            return jnp.einsum("nts,nsj->tnj", jax.nn.softmax(score_NTS), v_NSJ)
+
+        if implementation == "reference":
+            return latents.attend_by(definition, q_BTNH, layer, end_B)
         return latents.attend_expanded(q_BTNH, layer, expand, end_B, implementation, scale=1.5)
 
     specs = spec, heads, P(DATA), P(MODEL)

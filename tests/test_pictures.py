@@ -43,7 +43,9 @@ def test_every_file_is_drawn_by_the_script():
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_a_picture_is_in_the_readme_that_it_belongs_to(name):
-    pages = dict(kernels="common/kernels/README.md", house="docs/forking.md", serving="docs/serving.md")
+    pages = dict(
+        kernels="common/kernels/README.md", house="docs/forking.md", serving="docs/serving.md"
+    )
     page = ROOT / pages.get(name, f"{name}/README.md")
     folder, shown = page.parent, re.findall(r"!\[([^\]\n]+)\]\(([^)]+)\)", page.read_text())
     texts = {(folder / target).resolve(): alt for alt, target in shown}

@@ -163,8 +163,8 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--keep", type=count(0), default=0, metavar="N", help=told)
     told = "prefix cache: host memory for further sequences (default: 0)"
     add("--keep-host", type=within(float, 0), default=0.0, metavar="GB", help=told)
-    told = "speculative decoding by lookup (in the text itself), auto (lookup, while that is "
-    told += "faster), mtp (a layer of the files), or [FAMILY:]CKPT, a smaller model"
+    told = "speculative decoding by lookup (in the text itself), mtp (a layer of the files), or "
+    told += "[FAMILY:]CKPT, a smaller model"
     add("--draft", metavar="SOURCE", help=told)
     told = f"how many tokens are drafted at once (default: {DRAFT_TOKENS}; mtp: 1)"
     add("--draft-tokens", type=count(1, MOST_DRAFTS), default=DRAFT_TOKENS, metavar="K", help=told)

@@ -23,7 +23,6 @@ from common.command.converse import Prompt, answer_prompts, converse, plan_promp
 from common.command.environment import configure_jax
 from common.loading.checkpoint import progress_bar
 from common.loading.files import first_line
-from common.loading.generation import SETTINGS
 from common.loading.shape import folder
 from common.machines.bandwidth import experts_read, read_bandwidth, step_bytes
 from common.machines.hosts import Facts, Rank, agree, facts_of, find_rank, join
@@ -51,7 +50,7 @@ def open_from(module: ModuleType, args: Namespace, prompts: int) -> Model:
 
 def open_draft(module: ModuleType, args: Namespace, model: Model) -> Model | str | None:
     """Opens the model that drafts, without its weights; or returns the name of another source."""
-    if args.draft in (None, "lookup", "auto", "mtp"):
+    if args.draft in (None, "lookup", "mtp"):
         return None if args.draft == "mtp" else args.draft
     family, _, ckpt = args.draft.rpartition(":")
     try:
@@ -100,15 +99,6 @@ def check_memory(
             f"those where prompts are read, but a device has {all_}: use fewer --slots, a smaller "
             "--max-len, --quant, or a larger --mesh"
         )
-
-
-def recommended(model: Model, args: Namespace) -> list[str]:
-    """Says what the checkpoint recommends, if nothing decides how to sample."""
-    told = [args.sampling, args.serve, *(getattr(args, name) for name in SETTINGS)]
-    if model.sampling in ({}, {"temperature": 0}) or any(x is not None for x in told):
-        return []
-    words = ", ".join(f"{name} {value:g}" for name, value in model.sampling.items())
-    return [f"greedy; --sampling published takes the checkpoint's {words}"]
 
 
 def summary(session: Session, load_s: float) -> str:
@@ -238,7 +228,7 @@ def run(module: ModuleType, args: Namespace, prompts: list[Prompt], rank: Rank |
             raise ValueError(f"--serve needs pip install -e '.[serve]' ({error})") from None
         listener = open_listener(args)
     model = open_from(module, args, len(prompts) or (8 if args.serve else 1))
-    for note in (*model.notes, *recommended(model, args)):
+    for note in model.notes:
         sys.stderr.write(f"[{note}]\n")
     tok = None if args.raw else model.tokenizer
     if args.show_analysis and not (tok and tok.chat_template and has_channels(tok)):

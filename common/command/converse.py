@@ -29,15 +29,13 @@ Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation
 
 def read_line(line: str, where: str) -> Prompt:
     """Reads a line of a .jsonl file: an object with a text as `prompt`, or with `messages`."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         match parse_json(line):
             case {"prompt": str(text), **rest} if not rest:
                 return text
-            case {"messages": [*messages], **rest} if not rest:
-                if messages and all(isinstance(x, dict) and "role" in x for x in messages):
+            case {"messages": [_, *_] as messages, **rest} if not rest:
+                if all(isinstance(message, dict) for message in messages):
                     return messages
-    except (ValueError, RecursionError):
-        pass
     raise ValueError(f'{where}: expected {{"prompt": "a text"}} or {{"messages": [...]}} alone')
 
 

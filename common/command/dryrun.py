@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import signal
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,7 +103,6 @@ def verdict(run: DryRun) -> str:
 
 
 ASSUMED = "  (a CPU's bandwidth and arithmetic are assumed, not measured, and so are the floors)"
-COLUMNS = ["weights", "cache", "temporaries", "traffic", "collectives", "floor: memory"]
 
 
 def show(run: DryRun) -> str:
@@ -129,20 +128,6 @@ def show(run: DryRun) -> str:
             branch = "  (when sampling)" if c.conditional else ""
             lines.append(f"  {c.times:5} x {c.kind:18} {c.shape}{branch}")
     return "\n".join(lines)
-
-
-def show_table(runs: Sequence[DryRun]) -> str:
-    """Formats several dry runs as one table, a line for each step."""
-    rows = [["topology", "mesh", "step", *COLUMNS, "serving"]]
-    for run in runs:
-        serving = f"{gigabytes(run.memory)}, {'fits' if run.fits else 'does not fit'}"
-        for step in (run.decode, run.read):
-            figures = cells(step, run.chip)
-            numbers = [figures.get(name, "-") for name in COLUMNS]
-            rows.append([run.topology, axes_of(run.mesh), step.name, *numbers, serving])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def as_json(run: DryRun) -> dict[str, Any]:
@@ -172,8 +157,10 @@ def print_dry_runs(module: ModuleType, args: argparse.Namespace) -> None:
         jax.config.update("jax_num_cpu_devices", min(max(1, *hosts), MOST_CPU_DEVICES))
     meshes = args.mesh or [""]
     targets = [(plan_of(module, args, t), t, axes) for t in args.dry_run for axes in meshes]
+    if sys.stderr.isatty():
+        sys.stderr.write(f"[compiling {2 * len(targets)} programs; large ones take minutes]\n")
     runs = dry_runs(targets, args.prompt_tokens)
     if args.json:
-        print(json.dumps([as_json(run) for run in runs], indent=1))
-    else:
-        print(show_table(runs) if len(runs) > 1 else show(runs[0]))
+        return print(json.dumps([as_json(run) for run in runs], indent=1))
+    for i, run in enumerate(runs):
+        print("\n" * (i > 0) + show(run), flush=True)

@@ -26,8 +26,7 @@ def published_sizes(module: ModuleType) -> dict[str, dict[str, Any]]:
 
 
 def families_of(hf: dict[str, Any], root: Path) -> list[str]:
-    """Returns the folders in `root` whose model.py computes the model_type of a config.json, or
-    that of its text_config."""
+    """Returns the folders in `root` whose model.py computes a config.json, or its text_config."""
     text = hf.get("text_config")
     kinds = [x.get("model_type") for x in (hf, text) if isinstance(x, dict)]
     either = "|".join(re.escape(str(x)) for x in kinds)

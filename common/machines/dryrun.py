@@ -9,7 +9,7 @@ takes is not known, but a lower bound is.
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -195,18 +195,19 @@ class DryRun(NamedTuple):
         return slots, min(positions, plan.config.max_position_embeddings)
 
 
-def dry_runs(targets: Sequence[tuple[Plan, str, str]], prompt: int) -> list[DryRun]:
+def dry_runs(targets: Sequence[tuple[Plan, str, str]], prompt: int) -> Iterator[DryRun]:
     """Compiles both steps for each plan, topology and axes, as many at once as this machine has
-    cores. Without axes, the best mesh is taken. The second step reads `prompt` tokens. ValueError
-    if a mesh cannot split the model."""
-    meshes = []
-    for plan, topology, wanted in targets:
-        devices, sizes = devices_of(topology), parse_mesh(wanted)
+    cores, and yields each dry run as soon as it is done. Without axes, the best mesh is taken. The
+    second step reads `prompt` tokens. ValueError if a mesh cannot split the model."""
+    runs, jobs = list[tuple[Plan, str, Mesh, bool]](), list[tuple[Plan, Mesh]]()
+    for plan, topology, axes in targets:
+        devices, sizes = devices_of(topology), parse_mesh(axes)
         mesh = make_mesh(**sizes, devices=devices) if sizes else best_mesh(plan, devices)
         load_of(plan, mesh.shape)
-        meshes.append(mesh)
-    decodes, topologies, axes = zip(*targets, strict=True)
-    reads = [plan._replace(prompt=min(prompt, plan.capacity)) for plan in decodes]
+        read = plan._replace(prompt=min(prompt, plan.capacity))
+        runs.append((read, topology, mesh, not axes))
+        jobs += [(plan, mesh), (read, mesh)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        steps = pool.map(compile_step, decodes, meshes), pool.map(compile_step, reads, meshes)
-        return list(map(DryRun, reads, topologies, meshes, [not x for x in axes], *steps))
+        steps = pool.map(compile_step, *zip(*jobs, strict=True))
+        for run in runs:
+            yield DryRun(*run, next(steps), next(steps))

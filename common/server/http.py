@@ -37,7 +37,7 @@ from common.server.fields import Refused, read_json
 from common.server.protocol import Served, ask
 from common.server.responses import Reply, as_chat
 from common.serving.serve import cancel, is_busy, serve, step, submit
-from common.serving.session import PROBE, PROMPT_CHUNK, Event, Request, Session, Stats
+from common.serving.session import PROMPT_CHUNK, Event, Request, Session, Stats
 
 BODY = 16 << 20  # bytes of a request
 BACKLOG = 4096  # events that a client may leave unread
@@ -333,7 +333,7 @@ def compile_programs(session: Session) -> None:
     """Answers a short prompt, and a long one twice, so that no client waits for the programs of the
     smallest chunk, of the largest one, of a copy and of a step."""
     longest = min(PROMPT_CHUNK + 1, session.capacity)
-    for _ in serve(session, [Request([0] * n, 2 * PROBE) for n in (1, longest, longest)]):
+    for _ in serve(session, [Request([0] * n, 8) for n in (1, longest, longest)]):
         pass
     session.began, session.stats = 0.0, Stats(compile_s=session.stats.compile_s)
 

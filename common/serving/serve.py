@@ -31,7 +31,6 @@ from common.serving.session import (
     Work,
     capacity_for,
     check_request,
-    pays,
     start_session,
     timed,
 )
@@ -77,12 +76,11 @@ def step(session: Session) -> list[Event]:
     Between two steps of decoding, prompts of at most PROMPT_CHUNK tokens are read. So no running
     text ever waits for more than one chunk, and no prompt waits for ever.
     """
-    began = time.perf_counter()
     receive(session)
     behind, session.ahead = session.ahead, None
     # First tokens need not wait for what is dispatched next, and a grammar needs its newest token.
     if behind and (session.read or any(work.guide for work in behind.works.values())):
-        return book(session, behind, began)
+        return book(session, behind)
     with timed(session.stats, "prefill_s"):
         steps.settle(session)
     steps.drop_ended(session)
@@ -96,7 +94,7 @@ def step(session: Session) -> list[Event]:
         session.budget = PROMPT_CHUNK
         if session.running:
             steps.generate(session)
-    return book(session, behind, began) if behind else []
+    return book(session, behind) if behind else []
 
 
 def close(session: Session) -> None:
@@ -108,11 +106,10 @@ def receive(session: Session) -> None:
     """Lets the requests in that have arrived, and drops those that were given up. If there are
     several processes, these and the flags are those of process 0. All later decisions follow from
     them and from the tokens, so all processes decide alike."""
-    session.drafting = session.gain is None or pays(session.gain)
-    told: Any = session.arrived, session.closed, session.drafting
+    told: Any = session.arrived, session.closed
     if jax.process_count() > 1:
         told = json.loads(share(json.dumps(told)))
-    arrived, session.closed, session.drafting = told
+    arrived, session.closed = told
     session.arrived = []
     for number, fields in arrived:
         if fields is not None:
@@ -148,20 +145,16 @@ def admit(session: Session) -> None:
         steps.begin(session, row, work, *found[row])
 
 
-def book(session: Session, behind: Ahead, began: float) -> list[Event]:
-    """Fetches tokens. `began` is the time at which this step began."""
-    stats, gain, events = session.stats, session.gain, list[Event]()
+def book(session: Session, behind: Ahead) -> list[Event]:
+    """Fetches tokens."""
+    stats, events = session.stats, list[Event]()
     # What was dispatched behind a chunk of a prompt had to wait for it.
     with timed(stats, "prefill_s" if behind.mixed else "decode_s"):
         new = jax.tree.map(np.asarray, behind.new)
-    seconds = time.perf_counter() - began
     for row, work in behind.works.items():
         events += [] if work.ended else add(session, work, new, row)
     if events and not stats.first_token_s:
         stats.first_token_s = time.perf_counter() - session.began
-    if events and gain is not None and not behind.mixed and not session.reading:
-        gain.past[behind.drafted].append((len(events) / len(behind.works), seconds))
-        gain.steps += 1
     return events
 
 

@@ -9,13 +9,11 @@ without a slot, on the devices or in host memory. `serve` decides what happens w
 import contextlib
 import math
 import time
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
 from operator import index
-from statistics import mean, median
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +33,6 @@ from common.text.reply import FINAL, Speech
 PROMPT_CHUNK = 512  # tokens read at once; enough to be compute-bound, few enough for memory
 DRAFT_TOKENS = 4
 BIASES = 512  # tokens of a request that may have one
-PROBE, PERIOD = 4, 256  # `Gain`: the slower way is tried for PROBE of PERIOD steps
 
 
 class Request(NamedTuple):
@@ -141,31 +138,7 @@ class Ahead(NamedTuple):
 
     new: Any  # token ids [B] or [B, T], and their scores, or None
     works: dict[int, Work]  # by row
-    drafted: bool = False
     mixed: bool = True  # whether a chunk of a prompt is computed before them
-
-
-@dataclass
-class Gain:
-    """What the newest steps with drafts and without them gave: tokens for each slot, seconds."""
-
-    steps: int = 0
-    past: dict[bool, deque[tuple[float, float]]] = field(
-        default_factory=lambda: {drafted: deque(maxlen=4 * PROBE) for drafted in (False, True)}
-    )
-
-
-def pays(gain: Gain) -> bool:
-    """Whether the next step should verify drafts: the way that gave more tokens per second, or now
-    and then the other way, to see whether that has changed."""
-
-    def speed(drafted: bool) -> float:
-        past = gain.past[drafted]
-        if len(past) < PROBE:
-            return math.inf
-        return mean(tokens for tokens, _ in past) / median(seconds for _, seconds in past)
-
-    return (speed(True) >= speed(False)) != (gain.steps % PERIOD < PROBE)
 
 
 @dataclass
@@ -184,7 +157,6 @@ class Session:
     text_BS: jax.Array | None  # int32: the tokens of each slot, if drafts come from them
     draft_tokens: int
     logprobs: bool  # whether requests may ask for them
-    gain: Gain | None  # if drafts are turned off where they do not pay
     prefixes: list[Prefixes]  # what each data shard holds
     seen_BV: jax.Array | None = None  # of `Rules`, for all slots, once a request has a penalty
     arrived: list[tuple[int, Request | None]] = field(default_factory=list)  # None: given up
@@ -195,7 +167,6 @@ class Session:
     running: dict[int, Work] = field(default_factory=dict)  # by slot
     ahead: Ahead | None = None  # the decode step under way, or the first tokens of `read`
     budget: int = PROMPT_CHUNK  # prompt tokens that may be read before the next decode step
-    drafting: bool = True  # whether the next step verifies drafts, if there are any
     closed: bool = False  # whether process 0 has told the others that it ends
     ids: int = 0  # requests so far
     began: float = 0.0  # when the first of them came
@@ -245,7 +216,7 @@ def start_session(
         prompt is read in the same chunks whatever came before, so its reply does not depend on
         that, not even by a rounding error. A conversation passes 1, which also reuses replies.
       draft: where drafts come from: a smaller model on the same mesh, or "lookup", which is the
-        text itself, or "auto", which is "lookup" while that is faster than no drafts.
+        text itself.
       draft_tokens: how many tokens are drafted at once.
       logprobs: whether requests may ask for log-probabilities.
     """
@@ -264,8 +235,8 @@ def start_session(
     if isinstance(draft, Model):
         check_fits(model, draft)
         models.append(draft)
-    elif draft not in (None, "lookup", "auto"):
-        raise ValueError(f"draft {draft!r} is neither a model nor one of lookup, auto")
+    elif draft not in (None, "lookup"):
+        raise ValueError(f"draft {draft!r} is neither a model nor lookup")
     dtype = cache_dtype(model.dtype, model.on_cpu) if dtype is None else jnp.dtype(dtype)
 
     def states(count: int) -> list[Any]:
@@ -293,7 +264,6 @@ def start_session(
         text_BS=text_BS,
         draft_tokens=draft_tokens,
         logprobs=logprobs,
-        gain=Gain() if draft == "auto" else None,
         prefixes=[Prefixes(partial(usable, caches, reuse_multiple)) for _ in range(rows)],
     )
 

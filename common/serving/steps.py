@@ -165,11 +165,9 @@ def generate(session: Session) -> None:
         rules = rules_of(session, works, session.slots, session.seen_BV)
         if session.text_BS is None and not session.logprobs and rules is None:
             state = model.module.generate(model.weights, session.states[0], **model.static)
-            # A state with new_BT drafts in every step, so there is nothing for `Gain` to weigh.
-            session.states[0], drafted = state, False
+            session.states[0] = state
             new = getattr(state, "new_BT", state.token_B), None
         else:
-            drafted = session.text_BS is not None and session.drafting
             wanted = any(work.request.logprobs is not None for work in works.values())
             is_ruled_B = np.zeros(session.slots, bool)
             is_ruled_B[[slot for slot, work in works.items() if work.request.is_ruled]] = True
@@ -184,12 +182,12 @@ def generate(session: Session) -> None:
                 files=tuple((model.module, model.config) for model in models),
                 mesh=model.mesh,
                 implementation=model.static["implementation"],
-                K=session.draft_tokens if drafted else 0,
+                K=session.draft_tokens if session.text_BS is not None else 0,
             )
             if rules is not None and rules.seen_BV is not None:
                 session.seen_BV = rules.seen_BV
         new = publish(new, model.mesh)
-    session.ahead = Ahead(new, works, drafted, bool(session.reading))
+    session.ahead = Ahead(new, works, bool(session.reading))
 
 
 def drop_ended(session: Session) -> None:
