@@ -202,6 +202,7 @@ def test_a_mixture_of_experts_is_what_the_model_file_defines(family, axes):
     assert_close(got, want, atol=1e-5, what=family)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["softmax_attention", "mixture", "latent_attention", "delta_step"])
 def test_the_reference_runs_the_definition_of_the_page(name, monkeypatch):
     """A forker who changes it sees other logits, and so do the tests of families."""

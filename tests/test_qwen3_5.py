@@ -60,6 +60,7 @@ def test_padding_reaches_no_state(scores):
         assert_close(got, exact, atol=1e-6)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("right", range(4))
 def test_drafts_that_were_wrong_leave_no_trace(right):
     """The next token's step begins behind those that were right."""
@@ -103,6 +104,7 @@ def long_model():
     return opened()._replace(config=opened().config._replace(max_position_embeddings=4 * CHUNK))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [dict(keep=8), dict(keep_host=1.0)], ids=["device", "host"])
 def test_a_prompt_starts_from_a_state_that_was_kept(options):
     """At the last whole chunk of a prompt, and where another prompt went on differently."""

@@ -195,7 +195,7 @@ RULED = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "axes, options",
     [

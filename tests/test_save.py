@@ -1,0 +1,76 @@
+"""What was loaded can be written as a checkpoint again, and is the same to the last bit."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from engine import FIXTURES, model_of
+from families import FAMILIES
+from test_families import fixtures, meshes
+
+from common.loading.stored import DTYPES, open_tensors
+from common.serving.load import load
+from common.sharding import make_mesh, parse_mesh
+from folio import save
+
+CASES = [(family, facts.precise[0]) for family, facts in FAMILIES.items()]
+MORE = [(f, v) for f in FAMILIES for v in fixtures(f) if (f, v) not in CASES]
+
+
+def tensors_of(directory):
+    found = {}
+    for name, tensor in open_tensors(directory).items():
+        with open(tensor.file, "rb") as f:
+            f.seek(tensor.offset)
+            data = f.read(math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize)
+        found[name] = np.frombuffer(data, DTYPES[tensor.dtype]).reshape(tensor.shape)
+    return found
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    "family, variant", [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)]
+)
+def test_what_is_written_is_what_was_read(family, variant, tmp_path, monkeypatch):
+    """In several files, from a mesh that pads and repeats."""
+    monkeypatch.setattr(save, "LARGEST", 20_000)
+    axes = next(iter(meshes(family, variant)), "")
+    source, mesh = FIXTURES / family / variant, make_mesh(**parse_mesh(axes))
+    model = load(model_of(family), str(source), mesh=mesh)
+    save.save(model, tmp_path / "saved")
+    old, new = tensors_of(source), tensors_of(tmp_path / "saved")
+    for name, tensor in new.items():
+        was = old.get(name, old.get(f"transformer.{name}"))  # GPT-2's own files have no prefix
+        if was is None:
+            assert ".experts." in name  # written one by one
+        elif was.dtype == tensor.dtype:
+            assert was.tobytes() == tensor.tobytes(), name
+        else:  # biases and scales that are added in float32
+            np.testing.assert_array_equal(was.astype(np.float32), tensor)
+    again = load(model_of(family), str(tmp_path / "saved"), mesh=mesh)
+    assert jax.tree.structure(again.weights) == jax.tree.structure(model.weights)
+    for x, y in zip(*map(jax.tree.leaves, (again.weights, model.weights)), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    assert len({*tmp_path.glob("saved/*.safetensors")}) > 1
+
+
+def test_changed_weights_are_written_in_another_dtype(tmp_path):
+    model = load(model_of("llama3"), str(FIXTURES / "llama3" / "scaled"))
+    changed = model.weights._replace(norm=model.weights.norm + 1)
+    save.save(model._replace(weights=changed), tmp_path, "bfloat16")
+    saved = tensors_of(tmp_path)["model.norm.weight"]
+    np.testing.assert_array_equal(saved, np.asarray(changed.norm).astype(saved.dtype))
+    assert saved.dtype == "bfloat16"
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    source = str(FIXTURES / "llama3" / "scaled")
+    with pytest.raises(ValueError, match="quantised while loading"):
+        save.save(load(model_of("llama3"), source, quant="int8"), tmp_path / "one")
+    with pytest.raises(FileExistsError, match="is not empty"):
+        save.save(load(model_of("llama3"), source), source)
+    with pytest.raises(ValueError, match="random weights have no config"):
+        save.save(load(model_of("llama3"), source)._replace(directory=None), tmp_path)
