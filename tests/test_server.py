@@ -411,9 +411,27 @@ def test_the_page_holds_a_conversation(server, page, chat_model):
         messages.append(dict(role="assistant", content=want))
     count = len(encode_chat(tok, messages[:-1]))
     assert f" of {count} prompt tokens were cached" in page.value(f"{LAST}.textContent")
+    assert page.value("document.title") == page.value(
+        "document.getElementById('model').textContent"
+    )
+    assert page.value("document.title") in str(chat_model)
+    open_page(page, server)  # a reload keeps the conversation
+    said = "[...document.querySelectorAll('article')].map(x => x.firstChild.textContent)"
+    assert page.value(said)[:3:2] == [messages[1]["content"], messages[3]["content"]]
     assert {address.split("/")[2] for address in page.fetched} == {f"127.0.0.1:{server.port}"}
     page.value("document.getElementById('clear').click()")
     assert page.value("document.querySelectorAll('article').length") == 0
+
+
+@pytest.mark.full
+def test_a_reply_on_the_page_has_code_and_bold_words_and_no_markup_of_its_own(server, page):
+    open_page(page, server)
+    text = "Run `x <b>`:\n```sh\nls **x**\n```\nIt is **safe**.\n```py\nopen"
+    made = page.value(f"show('assistant', written({json.dumps(text)})).innerHTML")
+    assert made == (
+        "Run <code>x &lt;b&gt;</code>:\n<pre><code>ls **x**\n</code></pre>It is <b>safe</b>.\n"
+        "<pre><code>open</code></pre>"
+    )
 
 
 @pytest.mark.full
