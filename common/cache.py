@@ -16,6 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from common.kernels.decode_attention import FEW_QUERIES, ragged_decode_attention
 from common.kernels.dispatch import AUTO, Impl
 from common.kernels.prefill_attention import prefill_attention
+from common.kernels.reference import Slot
 from common.kernels.visible import first_seen
 from common.quant import quantize_rows
 from common.sharding import DATA, P, round_up
@@ -63,8 +64,6 @@ class RowCache(NamedTuple):
 
 
 LayerCache = KVCache | RowCache
-# Attention of one slot: (q_TKGH, k_KSH, v_KSH, position_T, position_S) -> o_TKGH.
-Definition = Callable[[Array, Array, Array, Array, Array], Array]
 Layer = TypeVar("Layer", bound=LayerCache)
 
 
@@ -227,7 +226,7 @@ def attend(
     cache: LayerCache,
     end_B: Array,
     implementation: str = AUTO,
-    definition: Definition | None = None,
+    definition: Callable[..., Array] | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -239,13 +238,14 @@ def attend(
 
     A query sees all positions up to its own. With `window` it sees the last `window` of them, its
     own included; with `chunk` it sees those with the same position // chunk. Up to FEW_QUERIES
-    queries go to `ragged_decode_attention`, more go to `prefill_attention`; both explain the other
-    arguments. implementation="reference" runs the model file's `definition` instead, which has its
-    own scale, window, chunk and sinks.
+    queries go to `ragged_decode_attention`, more to `prefill_attention`. implementation="reference"
+    runs the model file's `definition` instead, on a `Slot` and the options that are not None.
     """
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     if implementation == Impl.REFERENCE and definition is not None:
-        return attend_by(definition, q_BTNH, cache, end_B)
+        told = dict(scale=scale, window=window, chunk=chunk, sinks_N=sinks_N)
+        given = {name: option for name, option in told.items() if option is not None}
+        return attend_by(partial(definition, **given), q_BTNH, cache, end_B)
     options: Any = dict(k_scale_BKS=cache.k_scale, v_scale_BKS=cache.v_scale, sinks_N=sinks_N)
     if isinstance(cache, RowCache):
         options |= dict(k_BKSH=cache.rows, v_BKSH=None, v_dim=H)
@@ -261,7 +261,9 @@ def attend(
     return o
 
 
-def attend_by(definition: Definition, q_BTNH: Array, cache: LayerCache, end_B: Array) -> Array:
+def attend_by(
+    define: Callable[..., Array], q_BTNH: Array, cache: LayerCache, end_B: Array
+) -> Array:
     """`attend` by the model file's own definition, in float32 and one slot at a time."""
     (B, T, _, H), S = q_BTNH.shape, places(cache)
     v, k = (cache.v, cache.k) if isinstance(cache, KVCache) else jnp.split(cache.rows, 2, axis=-1)
@@ -281,9 +283,9 @@ def attend_by(definition: Definition, q_BTNH: Array, cache: LayerCache, end_B: A
     if cache.ring is None:  # padding past the capacity was not appended
         position_BT = jnp.minimum(position_BT, S - 1)
     q_BTKGH = q_BTNH.astype(jnp.float32).reshape(B, T, k.shape[1], -1, H)
-    arrays = q_BTKGH, plain(k, cache.k_scale), plain(v, cache.v_scale), position_BT, position_BS
+    of_slots = plain(k, cache.k_scale), plain(v, cache.v_scale), position_BT, position_BS
     with jax.default_matmul_precision("highest"):
-        return jax.vmap(definition)(*arrays).reshape(q_BTNH.shape).astype(q_BTNH.dtype)
+        return jax.vmap(define)(Slot(q_BTKGH, *of_slots)).reshape(q_BTNH.shape).astype(q_BTNH.dtype)
 
 
 # ---- moving slots

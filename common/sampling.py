@@ -3,9 +3,8 @@
 `sample` runs inside `shard_map`: V is the part of the vocabulary that one device holds, and B are
 its slots. Nothing of size V is gathered or sorted. A filter (top-k, top-p) is a threshold on the
 logits, which is found bit by bit. The draw finds the device, then the group of blocks, the block
-and the token. All exchange a few numbers a slot, over `axis`. Two all-reduces of [B] give the
-largest logit and the lowest id that has it. If a slot of the device has a temperature above 0,
-there are up to 36 more:
+and the token. Two all-reduces of [B] give the largest logit (float32) and the lowest id that has it
+(int32). If a slot of the device has a temperature above 0, there are up to 36 more:
 
     16        all-reduce [3, B]      float32, if a slot uses top-k: the search for its threshold
     16        all-reduce [3, B]      float32, if a slot uses top-p: the search for its threshold

@@ -24,13 +24,12 @@ experts, X experts of a token, V vocabulary, L layers.
 Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and shared MLPs are split
 over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`.
 The F of an expert and the positions of a cache are split over `tensor`. wq_a and wkv_a are
-replicated. In the rest of this docstring, and in functions that run inside `shard_map`, B, N, F, E,
-V and the S of a cache count what one device holds. Only a router's E counts all experts.
+replicated. Classes show global shapes. Below, and inside `shard_map`, B, N, F, E, V and the S of a
+cache count what one device holds. Only a router's E counts all experts.
 
-In one step every device takes part in 2 L + 3 collectives over MODEL. After embedding, attention
-and MLP it all-reduces [B, T, D], in the model's dtype: 2 L + 1 times. In `sample` it all-reduces
-[B] twice. If a slot of the device has a temperature above 0, there are up to 36 more;
-`common/sampling.py` lists them.
+In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
+[B, T, D] in the model's dtype, after embedding, attention and MLP; and two of [B] in `sample`,
+float32 and int32. If a slot of the device has a temperature above 0, `sample` takes up to 36 more.
 
 If `tensor` has t > 1 devices, each layer adds collectives over `tensor`. If T is at most
 FEW_QUERIES (8), these are three, in `attend_latent`:
@@ -162,13 +161,13 @@ class DecodeState(NamedTuple):
     cache: tuple[RowCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
-    sampling: Sampling  # arrays of [B]
+    sampling: Sampling  # arrays of [B]: settings, and a seed; seed and length make each draw
 
 
 class Step(NamedTuple):
     """What all layers of one step share."""
 
-    end_B: Array  # int32: length + T, counting padding; 0 if the slot is skipped
+    end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
     cos: Array  # float32 [B, T, 1, R / 2]
     sin: Array
     implementation: Impl  # of the kernels
@@ -399,9 +398,9 @@ def mixture(x_MD: Array, weight_MX: Array, expert_MX: Array, w: Mlp) -> Array:
 
 
 def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
-    """The shared MLP, plus the weighted sum of each token's experts. A device
-    returns a partial sum, over its own experts and its own F. It routes all tokens of its slots,
-    and sorts the M * X rows by expert; rows of other devices' experts come out as zeros."""
+    """The shared MLP, plus the weighted sum of each token's experts: a partial sum, over the
+    device's own experts and F. The M * X rows are sorted by expert; rows of other devices' experts
+    come out as zeros."""
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     weight_MX, expert_MX = route(x_MD, w, config)
     if step.implementation == Impl.REFERENCE:
@@ -446,8 +445,7 @@ def forward(
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
-    # This is a loop because XLA copies each layer's weights in a `lax.scan`: always on CPU, and on
-    # TPU if a Pallas kernel reads them. `block` is jitted: it is traced once per kind of layer.
+    # In a `lax.scan` XLA would copy each layer's weights. `block` is traced once per kind of layer.
     for layer, layer_cache in zip(weights.layers, cache, strict=True):
         x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config)
         caches.append(layer_cache)
@@ -494,9 +492,9 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`; -1 copies nothing.
-    Each copy stays on its data shard. slot_B holds indices into the shard's own slots. ValueError
-    if the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
+    """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the same
+    data shard of the donated `state`; -1 copies nothing. ValueError if the states differ in mesh,
+    capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -622,8 +620,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. `*` stands for a number. None: the
-    tensor is not loaded. `Same("x")`: it must equal weight x, and is not loaded."""
+    """Published name -> the weight that it becomes; `*` is any number. Unknown and missing tensors
+    are errors. None: not loaded. `Same("x")`: only compared with x."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",

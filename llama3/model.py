@@ -9,13 +9,12 @@ Dimensions: B slots, T query tokens (1 when decoding), S cache positions, D mode
 key/value heads with G = N / K queries each, H head dimension, F MLP width, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split over MODEL, which is
-the axes `expert` and `tensor` taken as one. In the rest of this docstring, and in functions that
-run inside `shard_map`, B, N, K, F and V count what one device holds.
+the axes `expert` and `tensor` taken as one. Classes show global shapes. Below, and inside
+`shard_map`, B, N, K, F and V count what one device holds.
 
-In one step every device takes part in 2 L + 3 collectives over MODEL. After embedding, attention
-and MLP it all-reduces [B, T, D], in the model's dtype: 2 L + 1 times. In `sample` it all-reduces
-[B] twice. If a slot of the device has a temperature above 0, there are up to 36 more;
-`common/sampling.py` lists them.
+In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
+[B, T, D] in the model's dtype, after embedding, attention and MLP; and two of [B] in `sample`,
+float32 and int32. If a slot of the device has a temperature above 0, `sample` takes up to 36 more.
 """
 
 import math
@@ -33,6 +32,7 @@ from common.cache import LayerCache, append, attend, capacity_of, copy_slots, em
 from common.config import SILU, all_heads, head_dim, read_config, read_rope
 from common.fields import Even, divides
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
+from common.kernels.reference import Slot
 from common.names import Order, Same, Table
 from common.packing import Packing, read_packing
 from common.products import embed_rows, linear
@@ -99,13 +99,13 @@ class DecodeState(NamedTuple):
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
-    sampling: Sampling  # arrays of [B]
+    sampling: Sampling  # arrays of [B]: settings, and a seed; seed and length make each draw
 
 
 class Step(NamedTuple):
     """What all layers of one step share."""
 
-    end_B: Array  # int32: length + T, counting padding; 0 if the slot is skipped
+    end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
     cos: Array  # float32 [B, T, 1, H / 2]
     sin: Array
     implementation: Impl  # of the kernels
@@ -155,14 +155,14 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
     return lax.psum(x_BTD, MODEL)  # partial sums over own ids -> replicated
 
 
-def softmax_attention(
-    q_TKGH: Array, k_KSH: Array, v_KSH: Array, position_T: Array, position_S: Array
-) -> Array:
-    """The definition of attention, for one slot and in float32. The kernels compute the same, and
-    implementation="reference" runs this. A query sees all positions up to its own.
+def attend_slot(slot: Slot, scale: float) -> Array:
+    """The definition of attention, of one slot and in float32. implementation="reference" runs it;
+    otherwise `attend` runs a kernel that computes the same. A query sees all positions up to
+    its own.
 
     In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %."""
-    score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * q_TKGH.shape[-1] ** -0.5
+    q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
+    score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
     p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
     return jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
@@ -172,15 +172,15 @@ def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
     """Appends T tokens to the cache. Each attends to all positions up to its own. Returns the
-    output [B, T, D], summed over the device's heads, and the cache.
-    `attend` takes `window` for sliding windows (see gpt_oss), `chunk` for chunks (see llama4)."""
+    output [B, T, D], summed over the device's heads, and the cache. In a slot that is skipped,
+    end - T is negative, and `append` writes nothing below position 0. `attend` also takes a
+    `window` (see gpt_oss) or a `chunk` (see llama4)."""
     (B, T, _), H = x_BTD.shape, config.head_dim
     projections = (linear(x_BTD, w) for w in (layer.wq, layer.wk, layer.wv))
     q_BTNH, k_BTKH, v_BTKH = (x.reshape(B, T, -1, H) for x in projections)
     q_BTNH, k_BTKH = rotate(q_BTNH, step), rotate(k_BTKH, step)
     cache = append(cache, k_BTKH, v_BTKH, step.end_B - T)
-    given = q_BTNH, cache, step.end_B, step.implementation
-    o_BTNH = attend(*given, softmax_attention, scale=H**-0.5)
+    o_BTNH = attend(q_BTNH, cache, step.end_B, step.implementation, attend_slot, scale=H**-0.5)
     return linear(o_BTNH.reshape(B, T, -1), layer.wo), cache
 
 
@@ -221,8 +221,7 @@ def forward(
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
-    # This is a loop because XLA copies each layer's weights in a `lax.scan`: always on CPU, and on
-    # TPU if a Pallas kernel reads them. `block` is jitted: it is traced once per kind of layer.
+    # In a `lax.scan` XLA would copy each layer's weights. `block` is traced once per kind of layer.
     for layer, layer_cache in zip(weights.layers, cache, strict=True):
         x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config)
         caches.append(layer_cache)
@@ -269,9 +268,9 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`; -1 copies nothing.
-    Each copy stays on its data shard. slot_B holds indices into the shard's own slots. ValueError
-    if the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
+    """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the same
+    data shard of the donated `state`; -1 copies nothing. ValueError if the states differ in mesh,
+    capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -314,7 +313,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. If `shards` has several parts, zeros pad each split
-    dimension until its parts are equal, and key/value heads are repeated if there are too few."""
+    dimension until its parts are equal, and key/value heads are repeated if there are too few: on 4
+    devices 2 of them become 0, 0, 1, 1. Each device has a copy beside the queries that use it."""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -354,8 +354,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. An Order makes each device's heads contiguous.
-    None: the tensor is not loaded. `Same("x")`: it must equal weight x, and is not loaded."""
+    """Published name -> the weight that it becomes. Unknown or missing tensors are errors. An Order
+    puts each device's heads together. None: not loaded. `Same("x")`: only compared with x."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     return {

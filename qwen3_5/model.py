@@ -18,13 +18,12 @@ heads of queries and keys, and a state is [H, V]. There C = K * 2 * H + N * V ch
 
 Slots are split over the mesh axis `data`. Heads, dense MLPs and vocabulary are split over MODEL,
 which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of
-each over `tensor`. In the rest of this docstring, and in functions that run inside `shard_map`, B,
-N, K, F, E and V count what one device holds. Only a router's E counts all experts.
+each over `tensor`. Classes show global shapes. Below, and inside `shard_map`, B, N, K, F, E and V
+count what one device holds. Only a router's E counts all experts.
 
-In one step every device takes part in 2 L + 3 collectives over MODEL. After embedding, attention
-and MLP it all-reduces [B, T, D], in the model's dtype: 2 L + 1 times. In `sample` it all-reduces
-[B] twice. If a slot of the device has a temperature above 0, there are up to 36 more;
-`common/sampling.py` lists them.
+In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
+[B, T, D] in the model's dtype, after embedding, attention and MLP; and two of [B] in `sample`,
+float32 and int32. If a slot of the device has a temperature above 0, `sample` takes up to 36 more.
 """
 
 import math
@@ -54,6 +53,7 @@ from common.fields import at_most, divides, one_each
 from common.kernels.delta_rule import Tokens, delta_rule
 from common.kernels.dispatch import AUTO, KERNEL_FREE, Impl
 from common.kernels.ragged_dot import ragged_dot
+from common.kernels.reference import Slot
 from common.names import Order, Same, Table, fp8_table
 from common.packing import Packing, read_packing
 from common.products import embed_rows, linear
@@ -162,13 +162,13 @@ class DecodeState(NamedTuple):
     cache: tuple[LayerCache | Recurrent, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
-    sampling: Sampling  # arrays of [B]
+    sampling: Sampling  # arrays of [B]: settings, and a seed; seed and length make each draw
 
 
 class Step(NamedTuple):
     """What all layers of one step share."""
 
-    end_B: Array  # int32: length + T, counting padding; 0 if the slot is skipped
+    end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
     real_BT: Array  # bool: false for padding
     cos: Array  # float32 [B, T, 1, R / 2], for the R numbers of a head that rotate
     sin: Array
@@ -227,14 +227,14 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
     return lax.psum(x_BTD, MODEL)  # partial sums over own ids -> replicated
 
 
-def softmax_attention(
-    q_TKGH: Array, k_KSH: Array, v_KSH: Array, position_T: Array, position_S: Array
-) -> Array:
-    """The definition of attention, for one slot and in float32. The kernels compute the same, and
-    implementation="reference" runs this. A query sees all positions up to its own.
+def attend_slot(slot: Slot, scale: float) -> Array:
+    """The definition of attention, of one slot and in float32. implementation="reference" runs it;
+    otherwise `attend` runs a kernel that computes the same. A query sees all positions up to
+    its own.
 
     In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %."""
-    score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * q_TKGH.shape[-1] ** -0.5
+    q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
+    score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
     p_KGTS = jax.nn.softmax(jnp.where(seen_TS, score_KGTS, -jnp.inf))
     return jnp.einsum("kgts,ksh->tkgh", p_KGTS, v_KSH)
@@ -244,16 +244,14 @@ def attention(
     x_BTD: Array, w: Attention, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
     """Appends T tokens to the cache. Each attends to all positions up to its own. Returns the
-    output [B, T, D], summed over the device's heads, and the cache.
-    `attend` takes `window` for sliding windows (see gpt_oss), `chunk` for chunks (see llama4)."""
+    output [B, T, D], summed over the device's heads, and the cache."""
     (B, T, _), H = x_BTD.shape, config.head_dim
     q_BTNH, gate_BTNH = jnp.split(linear(x_BTD, w.wq).reshape(B, T, -1, 2 * H), 2, axis=-1)
     k_BTKH, v_BTKH = (linear(x_BTD, m).reshape(B, T, -1, H) for m in (w.wk, w.wv))
     q_BTNH = rotate(rms_norm(q_BTNH, w.q_norm, config.rms_norm_eps), step)
     k_BTKH = rotate(rms_norm(k_BTKH, w.k_norm, config.rms_norm_eps), step)
     cache = append(cache, k_BTKH, v_BTKH, step.end_B - T)
-    given = q_BTNH, cache, step.end_B, step.implementation
-    o_BTNH = attend(*given, softmax_attention, scale=H**-0.5)
+    o_BTNH = attend(q_BTNH, cache, step.end_B, step.implementation, attend_slot, scale=H**-0.5)
     o_BTNH = o_BTNH * jax.nn.sigmoid(gate_BTNH)
     return linear(o_BTNH.reshape(B, T, -1), w.wo), cache
 
@@ -262,8 +260,7 @@ def delta_step(S_KGHV: Array, x: Tokens) -> tuple[Array, Array]:
     """The definition of the gated delta rule, in float32: one token of one slot changes the state
     and reads it. The kernel computes the same, and implementation="reference" runs this."""
     S_KGHV = S_KGHV * jnp.exp(x.decay)[..., None, None]
-    error_KGV = x.v - jnp.einsum("kghv,kh->kgv", S_KGHV, x.k)
-    u_KGV = x.strength[..., None] * error_KGV
+    u_KGV = x.strength[..., None] * (x.v - jnp.einsum("kghv,kh->kgv", S_KGHV, x.k))
     S_KGHV = S_KGHV + jnp.einsum("kh,kgv->kghv", x.k, u_KGV)
     return S_KGHV, jnp.einsum("kghv,kh->kgv", S_KGHV, x.q)
 
@@ -272,19 +269,17 @@ def linear_attention(
     x_BTD: Array, w: Linear, cache: Recurrent, step: Step, config: Config
 ) -> tuple[Array, Recurrent]:
     """Appends T tokens to the state. Returns what they read, [B, T, D], summed over the device's
-    heads, and the cache. Padding changes no state: its strength is 0, and so is the logarithm of
-    its decay."""
+    heads, and the cache. Padding changes no state: its strength and its log decay are 0."""
     (B, T, _), H, V = x_BTD.shape, config.linear_key_head_dim, config.linear_value_head_dim
-    W, start_B = config.linear_conv_kernel_dim, step.end_B - T
-    N = cache.state.shape[1]
+    W, start_B, N = config.linear_conv_kernel_dim, step.end_B - T, cache.state.shape[1]
     K = (cache.inputs.shape[1] - N * V) // (2 * H)
     before = past(cache, start_B)
 
     def tokens(inputs_BCT: Array, decay_BTN: Array, strength_BTN: Array) -> Tokens:
         """The convolution of inputs, which begin W - 1 tokens earlier, and what it gives."""
         n = inputs_BCT.shape[-1] - W + 1
-        taps = [w.conv[:, :, i].astype(jnp.float32) for i in range(W)]
-        mixed = sum(tap * inputs_BCT[..., i : i + n] for i, tap in enumerate(taps))
+        tap = lambda i: w.conv[:, :, i].astype(jnp.float32) * inputs_BCT[..., i : i + n]
+        mixed = sum(map(tap, range(W)))
         q, k, v = jnp.split(jax.nn.silu(mixed).swapaxes(1, 2), (K * H, 2 * K * H), axis=-1)
         q, k = (l2_norm(a.reshape(B, n, K, H)) for a in (q, k))
         shape = (B, n, K, N // K)
@@ -363,9 +358,9 @@ def mixture(x_MD: Array, weight_MX: Array, expert_MX: Array, w: Mlp) -> Array:
 
 
 def moe(x_BTD: Array, w: Moe, step: Step, config: Config) -> Array:
-    """The shared MLP times its gate, plus the weighted sum of each token's experts. A device
-    returns a partial sum, over its own experts and its own F. It routes all tokens of its slots,
-    and sorts the M * X rows by expert; rows of other devices' experts come out as zeros."""
+    """The shared MLP times its gate, plus the weighted sum of each token's experts: a partial sum,
+    over the device's own experts and F. The M * X rows are sorted by expert; rows of other devices'
+    experts come out as zeros."""
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     weight_MX, expert_MX = route(x_MD, w, config)
     if step.implementation == Impl.REFERENCE:
@@ -414,8 +409,7 @@ def forward(
     real_BT = (tokens_BT >= 0) & (end_B > 0)[:, None]
     step = Step(end_B, real_BT, *rotary(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
-    # This is a loop because XLA copies each layer's weights in a `lax.scan`: always on CPU, and on
-    # TPU if a Pallas kernel reads them. `block` is jitted: it is traced once per kind of layer.
+    # In a `lax.scan` XLA would copy each layer's weights. `block` is traced once per kind of layer.
     for layer, layer_cache in zip(weights.layers, cache, strict=True):
         x_BTD, layer_cache = block(x_BTD, layer, layer_cache, step, config)
         caches.append(layer_cache)
@@ -464,9 +458,9 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prefilled` into slot slot_B[b] of the donated `state`; -1 copies nothing.
-    Each copy stays on its data shard. slot_B holds indices into the shard's own slots. ValueError
-    if the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
+    """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the same
+    data shard of the donated `state`; -1 copies nothing. ValueError if the states differ in mesh,
+    capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -631,9 +625,9 @@ def fused_order(config: Config, n: int) -> tuple[int, tuple[int, ...]]:
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. An Order makes each device's heads contiguous.
-    None: the tensor is not loaded. `Same("x")`: it must equal weight x, and is not loaded.
-    `prefix.**` stands for all names with that prefix."""
+    """Published name -> the weight that it becomes. Unknown or missing tensors are errors. An Order
+    puts each device's heads together. None: not loaded. `Same("x")`: only compared with x.
+    `prefix.**`: all names with that prefix."""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     query, kv = (partial(Order, size=c.head_dim, blocks=blocks) for blocks in heads)

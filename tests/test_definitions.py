@@ -48,7 +48,7 @@ def limits(definition):
 @pytest.mark.parametrize("family", [f for f in FAMILIES if not latent(f)])
 def test_attention_is_what_the_model_file_defines(family, T, H, dtype):
     """What no token has written is NaN."""
-    define, rng = model_of(family).softmax_attention, np.random.default_rng(T)
+    define, rng = model_of(family).attend_slot, np.random.default_rng(T)
     q, k, v = (
         rng.normal(size=(B, n, heads, H)).astype(np.float32)
         for n, heads in ((T, K * G), (S, K), (S, K))
@@ -83,7 +83,7 @@ def test_a_ring_is_read_as_the_model_file_defines(family, monkeypatch):
     """Also in its second lap, and where steps of many tokens end in padding."""
     monkeypatch.setattr(cache, "APPENDED", 16)
     monkeypatch.setattr(cache, "RING_UNIT", 8)
-    define, rng, H = model_of(family).softmax_attention, np.random.default_rng(0), 6
+    define, rng, H = model_of(family).attend_slot, np.random.default_rng(0), 6
     ((name, _), *_) = limits(define)[0].items()
     limit, more, given = {name: 10}, {}, {}
     if family == "gpt_oss":
@@ -203,7 +203,7 @@ def test_a_mixture_of_experts_is_what_the_model_file_defines(family, axes):
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", ["softmax_attention", "mixture", "latent_attention", "delta_step"])
+@pytest.mark.parametrize("name", ["attend_slot", "mixture", "latent_attention", "delta_step"])
 def test_the_reference_runs_the_definition_of_the_page(name, monkeypatch):
     """A forker who changes it sees other logits, and so do the tests of families."""
     family = next(f for f in FAMILIES if hasattr(model_of(f), name))

@@ -3,11 +3,22 @@
 It shares no code with the implementations that are compared with it.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+
+class Slot(NamedTuple):
+    """What attention of one slot is computed from, in float32. The N query heads are grouped by
+    their key/value head. A place of the cache that holds nothing has a position past all others."""
+
+    q_TKGH: Array
+    k_KSH: Array
+    v_KSH: Array
+    position_T: Array
+    position_S: Array
 
 
 def attention_reference(
