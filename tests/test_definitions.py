@@ -53,8 +53,8 @@ def test_attention_is_what_the_model_file_defines(family, T, H, dtype):
         rng.normal(size=(B, n, heads, H)).astype(np.float32)
         for n, heads in ((T, K * G), (S, K), (S, K))
     )
-    sinks = jnp.asarray(rng.normal(size=(K, G)), jnp.float32)
-    has_sinks = "sinks_KG" in inspect.signature(define).parameters
+    has_sinks = "sinks_N" in inspect.signature(define).parameters
+    sinks_N = dict(sinks_N=jnp.asarray(rng.normal(size=K * G), jnp.float32)) if has_sinks else {}
     layer = append(empty_cache((B, K, S, H), dtype), k, v, jnp.zeros(B, jnp.int32))
     stale = np.arange(S) >= np.array(LENGTHS)[:, None, None]
 
@@ -63,15 +63,10 @@ def test_attention_is_what_the_model_file_defines(family, T, H, dtype):
         return x if x.dtype == jnp.int8 else jnp.where(mask, jnp.nan, x)
 
     given = jnp.asarray(q), jax.tree.map(spoiled, layer), jnp.array(LENGTHS)
-    sinks_KG, sinks_N = (
-        (dict(sinks_KG=sinks), dict(sinks_N=sinks.ravel())) if has_sinks else ({}, {})
-    )
     for options in limits(define):
-        own = partial(define, **options, **sinks_KG)  # which has its own scale
-        run = partial(attend, *given[:2], definition=own)
-        want = jax.jit(partial(run, implementation=Impl.REFERENCE, scale=np.nan))(end_B=given[2])
-        options = dict(implementation=Impl.BLOCKED, scale=H**-0.5) | options | sinks_N
-        got = jax.jit(partial(run, **options))(end_B=given[2])
+        run = partial(attend, *given[:2], definition=define, scale=H**-0.5, **options, **sinks_N)
+        want = jax.jit(partial(run, implementation=Impl.REFERENCE))(end_B=given[2])
+        got = jax.jit(partial(run, implementation=Impl.BLOCKED))(end_B=given[2])
         assert not want[-1].any()  # of the slot that is skipped
         for b, end in enumerate(LENGTHS[:-1]):
             seen = slice(max(T - end, 0), None)  # queries before the first position see nothing
@@ -85,10 +80,9 @@ def test_a_ring_is_read_as_the_model_file_defines(family, monkeypatch):
     monkeypatch.setattr(cache, "RING_UNIT", 8)
     define, rng, H = model_of(family).attend_slot, np.random.default_rng(0), 6
     ((name, _), *_) = limits(define)[0].items()
-    limit, more, given = {name: 10}, {}, {}
+    limit, options = {name: 10}, {name: 10, "scale": H**-0.5}
     if family == "gpt_oss":
-        sinks = jnp.asarray(rng.normal(size=(K, G)), jnp.float32)
-        more, given = dict(sinks_KG=sinks), dict(sinks_N=sinks.ravel())
+        options |= dict(sinks_N=jnp.asarray(rng.normal(size=K * G), jnp.float32))
     layer = empty_cache((2, K, 99, H), jnp.float32, **limit)
     assert layer.ring and cache.places(layer) < 40
     length_B = np.array([0, 0])
@@ -97,9 +91,8 @@ def test_a_ring_is_read_as_the_model_file_defines(family, monkeypatch):
     def both(layer, q, k, v, start_B):
         layer = append(layer, k, v, start_B)
         arrays = q, layer, start_B + q.shape[1]
-        own = lambda *x: define(*x, **limit, **more)
-        want = attend(*arrays, Impl.REFERENCE, own, scale=np.nan)
-        return layer, attend(*arrays, Impl.BLOCKED, scale=H**-0.5, **limit, **given), want
+        want = attend(*arrays, Impl.REFERENCE, define, **options)
+        return layer, attend(*arrays, Impl.BLOCKED, **options), want
 
     for T in (1, 16, 1, 16, 16, 1, 16, 16):
         q, k, v = (rng.normal(size=(2, T, n, H)).astype(np.float32) for n in (K * G, K, K))
