@@ -245,7 +245,7 @@ def attend(
     if implementation == Impl.REFERENCE and definition is not None:
         told = dict(scale=scale, window=window, chunk=chunk, sinks_N=sinks_N)
         given = {name: option for name, option in told.items() if option is not None}
-        return attend_by(partial(definition, **given), q_BTNH, cache, end_B)
+        return attend_slots(partial(definition, **given), q_BTNH, cache, end_B)
     options: Any = dict(k_scale_BKS=cache.k_scale, v_scale_BKS=cache.v_scale, sinks_N=sinks_N)
     if isinstance(cache, RowCache):
         options |= dict(k_BKSH=cache.rows, v_BKSH=None, v_dim=H)
@@ -261,7 +261,7 @@ def attend(
     return o
 
 
-def attend_by(
+def attend_slots(
     define: Callable[..., Array], q_BTNH: Array, cache: LayerCache, end_B: Array
 ) -> Array:
     """`attend` by the model file's own definition, in float32 and one slot at a time."""

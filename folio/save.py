@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from common.loading.checkpoint import stored_layout
+from common.loading.files import read_json
 from common.loading.hub import is_of_checkpoint
 from common.loading.matching import fill, row_of, rows_by_path
 from common.loading.packed import declare
@@ -27,6 +28,7 @@ from common.serving.load import Model
 from common.sharding import model_shards
 from common.weights import by_path, is_weight
 
+DTYPE_KEYS = ("torch_dtype", "dtype")  # of config.json, by which readers choose
 LARGEST = 5 * 10**9  # bytes of a file; host memory holds one file at a time
 
 
@@ -112,3 +114,7 @@ def save(model: Model, directory: str | Path, dtype: DTypeLike | None = None) ->
     for file in model.directory.iterdir():
         if is_of_checkpoint(file) and "safetensors" not in file.name:
             shutil.copy(file, target / file.name)
+    hf = read_json(target / "config.json")
+    for part in (hf, hf.get("text_config", {})):
+        part |= {key: str(np.dtype(dtype or model.dtype)) for key in DTYPE_KEYS if key in part}
+    (target / "config.json").write_text(json.dumps(hf, indent=2) + "\n")

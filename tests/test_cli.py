@@ -356,6 +356,7 @@ def test_more_than_the_memory_of_a_device_is_refused(monkeypatch):
         (["--ckpt", "no-such-org/no-such-model"], "no-such-org/no-such-model"),
         (["--ckpt", str(ROOT / "tests")], "config.json is missing in"),
         (["--prompts", "/nowhere.txt"], "/nowhere.txt"),
+        (["--promt", "x"], "--promt is no option; did you mean --prompt? (see --help)"),
         (["--prompt", LONG], "tokens, but the model's context has 512"),
         (["--prompt", "prologue " * 60, "--max-len", "64"], "over the cache's 64 (see --max-len)"),
         (["--max-len", "4096"], "--max-len 4096 is above max_position_embeddings, 512"),

@@ -48,20 +48,11 @@ def slice_of(family, size):
     return plan, plan._replace(config=few), mesh
 
 
-def largest(layers):
-    """Returns the bytes of one device's part of a layer's largest array, which in a mixture is a
-    stack of experts."""
-    return max(map(device_bytes, jax.tree.leaves(layers)))
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("family, size", ENDS)
 def test_a_published_size_compiles_for_a_slice_that_it_fits(family, size):
     plan, few, mesh = slice_of(family, size)
-    config, chip = (
-        plan.config,
-        importlib.import_module(f"{family}.shapes").SLICES[size].topology[:3],
-    )
+    chip = importlib.import_module(f"{family}.shapes").SLICES[size].topology[:3]
     decode, _ = dry_run(few, mesh)
     prompt, _ = dry_run(few._replace(prompt=PROMPT), mesh)
     weights = abstract_weights(plan, mesh)
@@ -70,15 +61,8 @@ def test_a_published_size_compiles_for_a_slice_that_it_fits(family, size):
     print(f"{size}: {held} bytes; temporaries {decode.temporaries}, {prompt.temporaries}")
     assert held + temporaries < 0.95 * HBM[chip]
     assert decode.aliased >= decode.cache
-    assert decode.temporaries < 4 << 20
-    bound = 12 << 20
-    if chosen := getattr(config, "num_experts_per_tok", 0):
-        # No stack is copied or widened. What is left are all tokens' rows, and of ten experts for
-        # each token the rows that go into an expert, and those that come out.
-        assert decode.temporaries < largest(weights.layers) / 3
-        assert chosen >= 10 or prompt.temporaries < largest(weights.layers) / 3
-        bound = max(bound, 2 * PROMPT * config.hidden_size * (3 if chosen < 10 else 2 * chosen))
-    assert prompt.temporaries < bound
+    # No stack of experts is copied or widened: a device's part of the smallest has 38 MB.
+    assert temporaries < 4 << 20
 
 
 def compiled(step, *arrays, **static):
