@@ -46,7 +46,7 @@ def read_model_config(module: ModuleType, hf: dict[str, Any]) -> Any:
         if not others:
             raise error
         what = f"is another family's; run it with python -m {others[0]}.main"
-        raise ValueError(f"config.json: model_type={hf['model_type']!r} {what}") from None
+        raise ValueError(f"config.json: model_type={hf.get('model_type')!r} {what}") from None
 
 
 def read_shape(
