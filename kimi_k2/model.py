@@ -28,8 +28,8 @@ replicated. Classes show global shapes. Below, and inside `shard_map`, B, N, F, 
 cache count what one device holds. Only a router's E counts all experts.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
-[B, T, D] in the model's dtype, after embedding, attention and MLP; and two of [B] in `sample`,
-float32 and int32. If a slot of the device has a temperature above 0, `sample` takes up to 36 more.
+[B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes)
+in `sample`. If a slot of the device has a temperature above 0, `sample` takes up to 36 more.
 
 If `tensor` has t > 1 devices, each layer adds collectives over `tensor`. If T is at most
 FEW_QUERIES (8), these are three, in `attend_latent`:
@@ -289,11 +289,10 @@ def latents(x_BTD: Array, layer: Layer, step: Step, config: Config) -> Array:
 def latent_attention(
     q: Queries, rows_SW: Array, position_T: Array, position_S: Array, layer: Layer, config: Config
 ) -> Array:
-    """The definition of attention, for one slot and in float32: [T, N, J]. `expanded` and
-    `absorbed` compute the same, and implementation="reference" runs this. A query sees all
-    positions up to its own.
-
-    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %."""
+    """The definition of attention, for one slot: [T, N, J]. implementation="reference" runs this.
+    Otherwise `expanded` and `absorbed` compute the same. All use float32: in bfloat16 a score near
+    50 would be off by up to 0.125, and its probability by 13 %. A query sees all positions up to
+    its own."""
     C, U, R = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
     latent_SC, k_rope_SR = rows_SW[:, :C], rows_SW[:, C : C + R]
     kv_SNH = linear(latent_SC, layer.wkv).reshape(len(rows_SW), -1, U + config.v_head_dim)

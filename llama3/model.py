@@ -13,8 +13,8 @@ the axes `expert` and `tensor` taken as one. Classes show global shapes. Below, 
 `shard_map`, B, N, K, F and V count what one device holds.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
-[B, T, D] in the model's dtype, after embedding, attention and MLP; and two of [B] in `sample`,
-float32 and int32. If a slot of the device has a temperature above 0, `sample` takes up to 36 more.
+[B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes)
+in `sample`. If a slot of the device has a temperature above 0, `sample` takes up to 36 more.
 """
 
 import math
@@ -156,11 +156,10 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 
 
 def attend_slot(slot: Slot, scale: float) -> Array:
-    """The definition of attention, of one slot and in float32. implementation="reference" runs it;
-    otherwise `attend` runs a kernel that computes the same. A query sees all positions up to
-    its own.
-
-    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %."""
+    """The definition of attention, of one slot. implementation="reference" runs it. Otherwise a
+    kernel computes the same: a soft-cap on scores belongs in both. Both use float32: in bfloat16 a
+    score near 50 would be off by up to 0.125, and its probability by 13 %. A query sees all
+    positions up to its own."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]

@@ -23,8 +23,8 @@ and the F of each over `tensor`. Classes show global shapes. Below, and inside `
 F, E and V count what one device holds. Only a router's E counts all experts.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
-[B, T, D] in the model's dtype, after embedding, attention and MLP; and two of [B] in `sample`,
-float32 and int32. If a slot of the device has a temperature above 0, `sample` takes up to 36 more.
+[B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes)
+in `sample`. If a slot of the device has a temperature above 0, `sample` takes up to 36 more.
 """
 
 import math
@@ -155,7 +155,8 @@ class DecodeState(NamedTuple):
     slot's length to 0. It clears nothing: what a cache holds past a slot's length has no effect."""
 
     # For each layer two arrays of [B, K, S, H]: keys, and values. If H is not a multiple of
-    # 128, they share one array, [B, K, S, 2 * H]. A ring of a rotary layer has a smaller S.
+    # 128, they share one array, [B, K, S, 2 * H]. In a rotary layer it is a ring with a smaller S:
+    # position p is in place p % S, and padding replaces only what no query sees any more.
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
@@ -234,11 +235,10 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 
 
 def attend_slot(slot: Slot, scale: float, chunk: int | None = None) -> Array:
-    """The definition of attention, of one slot and in float32. implementation="reference" runs it;
-    otherwise `attend` runs a kernel that computes the same. A query sees the positions up to
-    its own that are in the same chunk; without chunks, all of them.
-
-    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %."""
+    """The definition of attention, of one slot. implementation="reference" runs it. Otherwise a
+    kernel computes the same: a soft-cap on scores belongs in both. Both use float32: in bfloat16 a
+    score near 50 would be off by up to 0.125, and its probability by 13 %. A query sees the
+    positions up to its own that are in the same chunk; without chunks, all of them."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -451,9 +451,9 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight. If `shards` has several parts, zeros pad each split
-    dimension until its parts are equal, and key/value heads are repeated if there are too few. The
-    number of experts must be a multiple of the axis `expert`."""
+    """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal,
+    and key/value heads are repeated if there are too few: on 4 devices 2 become 0, 0, 1, 1, each
+    beside its queries. The number of experts must be a multiple of the axis `expert`."""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim

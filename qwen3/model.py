@@ -22,8 +22,8 @@ each over `tensor`. Classes show global shapes. Below, and inside `shard_map`, B
 count what one device holds. Only a router's E counts all experts.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
-[B, T, D] in the model's dtype, after embedding, attention and MLP; and two of [B] in `sample`,
-float32 and int32. If a slot of the device has a temperature above 0, `sample` takes up to 36 more.
+[B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes)
+in `sample`. If a slot of the device has a temperature above 0, `sample` takes up to 36 more.
 """
 
 import math
@@ -219,11 +219,10 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 
 
 def attend_slot(slot: Slot, scale: float) -> Array:
-    """The definition of attention, of one slot and in float32. implementation="reference" runs it;
-    otherwise `attend` runs a kernel that computes the same. A query sees all positions up to
-    its own.
-
-    In bfloat16 a score near 50 would be off by up to 0.125, and its probability by 13 %."""
+    """The definition of attention, of one slot. implementation="reference" runs it. Otherwise a
+    kernel computes the same: a soft-cap on scores belongs in both. Both use float32: in bfloat16 a
+    score near 50 would be off by up to 0.125, and its probability by 13 %. A query sees all
+    positions up to its own."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -448,9 +447,9 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight. If `shards` has several parts, zeros pad each split
-    dimension until its parts are equal. In fp8 a part is made of whole blocks. Key/value heads
-    are repeated if there are too few. The axis `expert` must divide the number of experts."""
+    """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
+    In fp8 a part has whole blocks. Key/value heads are repeated if there are too few: on 4 devices
+    2 become 0, 0, 1, 1, beside their queries. `expert` must divide E."""
     c, n, fp8 = config, shards.model, Fp8 if config.fp8 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim

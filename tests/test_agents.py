@@ -3,6 +3,7 @@ client gets them. The model speaks Shakespeare; a grammar makes it call and answ
 
 import functools
 import json
+import re
 import shutil
 from enum import Enum
 from typing import Literal
@@ -124,6 +125,15 @@ def test_a_tool_is_called_and_its_answer_comes_back(client):
     assert done.usage.prompt_tokens > before + 5
     less = ask(messages=USER, max_tokens=1, tool_choice="none").usage.prompt_tokens
     assert less < before  # the template is not told of them
+
+
+def test_the_example_of_the_page_calls_a_tool(client):
+    page = (ROOT / "docs" / "http.md").read_text()
+    _, example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = dict(client=client)
+    exec(example, names)
+    calls = names["reply"].choices[0].message.tool_calls
+    jsonschema.validate(json.loads(calls[0].function.arguments), names["schema"])
 
 
 def test_a_call_is_streamed_name_first(client):

@@ -125,7 +125,7 @@ def test_what_the_page_says_of_a_family_names_code_that_its_files_have(family):
         x for x in differences.section(family, differences.notes()).split("\n") if x[:1] == "*"
     ]
     names = re.findall(r"`([^`]+)`", "\n".join(lines))
-    assert len(names) > 5 and all(name in code for name in names)
+    assert len(names) > 3 and all(name in code for name in names)
 
 
 @pytest.mark.parametrize("family, name", [("gpt2", "mlp"), ("qwen3", "Moe"), ("kimi_k2", "route")])

@@ -20,7 +20,7 @@ from families import SHOWN  # noqa: E402
 
 PAGE, READING = ROOT / "docs" / "differences.md", ROOT / "docs" / "reading.md"
 BASE = "llama3"
-LOADING = ("config_from_hf", "weight_layout", "init_state", "checkpoint_table")
+LOADING = ("Config", "config_from_hf", "weight_layout", "init_state", "checkpoint_table")
 NEARER = {"kimi_k2": "deepseek_r1"}  # families that are compared with another one than llama3
 FAMILIES = [family for family in SHOWN if family != BASE]
 
@@ -29,8 +29,8 @@ HEAD = """# From llama3 to the others
 All model files have the same order and the same names. Definitions with the same name and the same
 task have the same body, so what differs between two files is the architecture. For each family,
 these lists say which definitions are new, changed or gone; all others are the same. They leave out
-what loads a checkpoint: `config_from_hf`, `weight_layout`, `init_state`, `checkpoint_table` and
-constants. Kimi K2 is compared with DeepSeek R1. All changes:
+what loads a checkpoint: `Config`, `config_from_hf`, `weight_layout`, `init_state`, `checkpoint_table`
+and constants. Kimi K2 is compared with DeepSeek R1. All changes:
 
 ```sh
 git diff --no-index llama3/model.py qwen3/model.py
