@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import pty
 import re
 import shutil
 import signal
@@ -463,11 +465,22 @@ def test_only_the_end_of_a_line_ends_a_prompt(tmp_path):
     assert read_prompts(args) == [odd, "second", "third"]
 
 
+@pytest.mark.parametrize("text_there_too", [False, True])
+def test_a_terminal_shows_the_speed_while_the_text_goes_elsewhere(text_there_too):
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "llama3.main", "--prompt", "HAMLET.", "--max-new-tokens", "9"]
+    text = end if text_there_too else subprocess.DEVNULL
+    subprocess.run(command, stdout=text, stderr=end, cwd=ROOT, env=ENVIRONMENT, check=True)
+    told = os.read(terminal, 1 << 16).decode()
+    rates = re.findall(r"(\d+) tokens at [\d.]+/s\r(?!\n)", told)
+    assert bool(rates) is not text_there_too and rates == sorted(rates)
+
+
 def test_no_prompt_at_all_is_an_error_for_a_checkpoint(run, instruct):
     done = run("--ckpt", instruct, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "error: no prompt: give --prompt, --prompts FILE, --chat, or text on standard input\n"
+        "error: no prompt: give --prompt, --prompts FILE, --chat, or text on stdin\n"
     )
 
 

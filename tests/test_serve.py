@@ -8,6 +8,7 @@ from engine import FIXTURES, watch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import llama3
 from common.serving import session as sessions
 from common.serving import steps
 from common.serving.load import load
@@ -321,6 +322,17 @@ def test_complete_gives_the_text_of_each_prompt_without_its_stop_token(session):
     assert complete(session.model, [], 5) == []
     with pytest.raises(ValueError, match="no tokenizer"):
         complete(session.model._replace(tokenizer=None), ids, 5)
+
+
+def test_a_wrong_kind_of_thing_is_told_apart(session):
+    with pytest.raises(TypeError, match="a list of prompts, and not one text"):
+        complete(session.model, "HAMLET.", 5)
+    with pytest.raises(TypeError, match=r"<module 'llama3' .* is not a model file, such as"):
+        load(llama3)
+    with pytest.raises(TypeError, match="'llama3' is not a model file"):
+        load("llama3")
+    with pytest.raises(TypeError, match="make_mesh; 'tensor=2' is a text"):
+        load(model, mesh="tensor=2")
 
 
 def test_logits_of_a_text_are_one_program(session):

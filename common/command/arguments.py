@@ -118,8 +118,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--prompts", type=Path, metavar="FILE", help=told)
     add("--chat", **flag, help="hold a conversation: each line of standard input is a turn")
     add("--system", metavar="S", help="system message for the chat template")
-    either = argparse.BooleanOptionalAction
-    add("--think", action=either, help="think before the answer, or not (if a model can do both)")
+    add("--think", action=argparse.BooleanOptionalAction, help="whether to think before the answer")
     add("--raw", **flag, help="give the model the prompt without any chat template")
     add("--show-analysis", **flag, help="also show what the model thinks before its answer")
     add("--stop", **several, metavar="S", help="end the reply before this text; may be repeated")
@@ -149,8 +148,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--tool-format", choices=[*FORMATS], help="of tool calls (default: as the template says)")
 
     add = ap.add_argument_group("dry run (needs no weights and no accelerator)").add_argument
-    told = "compile for v5e:4x4, v6e:8x8, v5p:2x2x4, tpu7x:2x2x1, h100:8, cpu:8, ... without "
-    told += "running, and print whether the model fits, and what a step moves and sends"
+    told = "compile for v5e:4x4, v5p:2x2x4, h100:8, cpu:8, ...; print if it fits, and what it moves"
     add("--dry-run", nargs="+", metavar="TOPOLOGY", help=told)
     told = "prompt tokens that are prefilled at once (default: 512)"
     add("--prompt-tokens", type=count(1), default=512, metavar="T", help=told)
@@ -163,8 +161,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--keep", type=count(0), default=0, metavar="N", help=told)
     told = "prefix cache: host memory for further sequences (default: 0)"
     add("--keep-host", type=within(float, 0), default=0.0, metavar="GB", help=told)
-    told = "speculative decoding by lookup (in the text itself), mtp (a layer of the files), or "
-    told += "[FAMILY:]CKPT, a smaller model"
+    told = "speculative decoding by lookup (in the text), mtp (a layer in the files), [FAMILY:]CKPT"
     add("--draft", metavar="SOURCE", help=told)
     told = f"how many tokens are drafted at once (default: {DRAFT_TOKENS}; mtp: 1)"
     add("--draft-tokens", type=count(1, MOST_DRAFTS), default=DRAFT_TOKENS, metavar="K", help=told)

@@ -10,6 +10,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from common.loading.files import first_line, parse_json
@@ -17,7 +18,7 @@ from common.loading.generation import SETTINGS
 from common.serving.load import Model
 from common.serving.rules import check_grammar
 from common.serving.serve import serve
-from common.serving.session import Event, Request, Session, capacity_for, check_request
+from common.serving.session import Event, Request, Session, Stats, capacity_for, check_request
 from common.sharding import DATA, round_up
 from common.text.chat import encode_chat, end_of_turn, thinking_options
 from common.text.grammar import behind_thoughts, json_grammar
@@ -25,6 +26,7 @@ from common.text.reply import ANALYSIS, FINAL
 from common.text.tokenizer import Tokenizer, encode
 
 Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation
+write = partial(print, end="", flush=True)
 
 
 def read_line(line: str, where: str) -> Prompt:
@@ -57,15 +59,8 @@ def read_prompts(args: Namespace) -> list[Prompt]:
     if not prompts and not args.prompts and args.ckpt is args.adapter is None:
         prompts = ["ACT I.\n\n"]
     if not prompts:
-        raise ValueError(
-            "no prompt: give --prompt, --prompts FILE, --chat, or text on standard input"
-        )
+        raise ValueError("no prompt: give --prompt, --prompts FILE, --chat, or text on stdin")
     return prompts
-
-
-def write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def encode_prompt(model: Model, args: Namespace, prompt: Prompt) -> list[int]:
@@ -73,21 +68,21 @@ def encode_prompt(model: Model, args: Namespace, prompt: Prompt) -> list[int]:
     if (tok := model.tokenizer) is None:  # random weights of a lone config: any ids will do
         return [byte % model.config.vocab_size for byte in str(prompt).encode()]
     if not args.raw and tok.chat_template is not None:
-        return encode_turns(tok, args, [("user", prompt)] if isinstance(prompt, str) else prompt)
+        messages = [said("user", prompt)] if isinstance(prompt, str) else prompt
+        return encode_messages(tok, args, messages)
     if args.system or args.think is not None or not isinstance(prompt, str):
         what = "--system" if args.system else "--think or --no-think"
         what = what if isinstance(prompt, str) else "a line with messages"
-        raise ValueError(
-            f"{what} needs a chat template: this checkpoint has none, or --raw was given"
-        )
+        raise ValueError(f"{what} needs a chat template, and there is none, or --raw was given")
     return encode(tok, prompt)
 
 
-def encode_turns(
-    tok: Tokenizer, args: Namespace, turns: Sequence[tuple[str, str] | dict[str, Any]]
-) -> list[int]:
-    turns = [("system", args.system), *turns] if args.system else turns
-    messages = [x if isinstance(x, dict) else dict(role=x[0], content=x[1]) for x in turns]
+def said(role: str, content: str) -> dict[str, Any]:
+    return dict(role=role, content=content)
+
+
+def encode_messages(tok: Tokenizer, args: Namespace, messages: list[dict[str, Any]]) -> list[int]:
+    messages = [said("system", args.system), *messages] if args.system else messages
     return encode_chat(tok, messages, **thinking_options(tok, args.think, None))
 
 
@@ -170,6 +165,13 @@ def extend(
     return reply._replace(**new), text
 
 
+def tell_rate(stats: Stats) -> None:
+    """Shows the speed so far on a line that the next one overwrites, unless text goes there too."""
+    if stats.decode_s and sys.stderr.isatty() and not sys.stdout.isatty():
+        rate = stats.decode_tokens / stats.decode_s
+        write(f"{stats.decode_tokens} tokens at {rate:.1f}/s\r", file=sys.stderr)
+
+
 def note_end(reply: Reply, max_new_tokens: int) -> None:
     """Says on stderr why a reply ended, unless it ended by itself or at --max-new-tokens."""
     if reply.finish == "invalid":
@@ -211,15 +213,9 @@ def answer_prompts(
     def record(i: int) -> str:
         """Returns one line of JSON about prompt i."""
         reply = replies[i]
-        fields = {
-            "index": i,
-            "prompt": prompts[i],
-            "text": "".join(reply.text),
-            "prompt_tokens": len(requests[i].prompt),
-            "tokens": reply.tokens,
-            "finish_reason": reply.finish or "interrupted",
-            "seconds": round(reply.seconds, 4),
-        }
+        fields: Any = dict(index=i, prompt=prompts[i], text="".join(reply.text))
+        fields |= dict(prompt_tokens=len(requests[i].prompt), tokens=reply.tokens)
+        fields |= dict(finish_reason=reply.finish or "interrupted", seconds=round(reply.seconds, 4))
         return json.dumps(fields, ensure_ascii=False) + "\n"
 
     events = serve(session, requests)
@@ -227,6 +223,7 @@ def answer_prompts(
         for event in events:
             i, seconds = event.request, time.perf_counter() - began
             replies[i], text = extend(replies[i], event, seconds, args, tok)
+            tell_rate(session.stats)
             if i == shown and not args.json:
                 write(text)
             while shown < len(replies) and replies[shown].finish:
@@ -249,7 +246,7 @@ def answer_prompts(
 def converse(session: Session, args: Namespace) -> bool:
     """Holds a conversation on one slot; every turn reads only what is not cached yet. Ctrl-C ends a
     turn. Returns True if SIGTERM ended the conversation."""
-    tok, turns = session.model.tokenizer, list[tuple[str, str]]()
+    tok, messages = session.model.tokenizer, list[dict[str, Any]]()
     assert tok is not None
     while True:
         if sys.stdin.isatty():
@@ -260,10 +257,10 @@ def converse(session: Session, args: Namespace) -> bool:
             return False
         if not line.strip():
             continue
-        turns.append(("user", line.strip()))
-        ids = encode_turns(tok, args, turns)
-        request = make_request(session.model, args, ids, len(turns) // 2)
+        messages.append(said("user", line.strip()))
+        ids = encode_messages(tok, args, messages)
+        request = make_request(session.model, args, ids, len(messages) // 2)
         (reply,), pressed = answer_prompts(session, args, [line], [request])
-        turns.append(("assistant", "".join(reply.answer)))
+        messages.append(said("assistant", "".join(reply.answer)))
         if signal.SIGTERM in pressed:
             return True

@@ -99,6 +99,10 @@ def open_model(
       slots, capacity, kv_quant: the load for which a mesh is picked: prompts at once, positions of
         each, and the form of the cache, see `cache_dtype`.
     """
+    if not hasattr(module, "config_from_hf"):
+        raise TypeError(f"{module!r} is not a model file, such as the module llama3.model")
+    if isinstance(mesh, str):
+        raise TypeError(f"a mesh is made by common.sharding.make_mesh; {mesh!r} is a text")
     if random and adapter is not None:
         raise ValueError("--adapter does not go with --random")
     merged, ckpt, revision = open_adapter(adapter, ckpt, revision)

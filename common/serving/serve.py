@@ -234,6 +234,8 @@ def complete(
 ) -> list[str]:
     """Returns the text that follows each prompt: raw text, or ids, as of `encode_chat`. Prompt i is
     sampled with seed (`seed` + i) mod 2**32. `settings` sets further fields of `Request`."""
+    if isinstance(prompts, str):
+        raise TypeError("complete takes a list of prompts, and not one text")
     if (tok := model.tokenizer) is None:
         raise ValueError("this model has no tokenizer: use `serve`, which takes and yields ids")
     ids = [encode(tok, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
