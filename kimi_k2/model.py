@@ -24,12 +24,12 @@ experts, X experts of a token, V vocabulary, L layers.
 Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and shared MLPs are split
 over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`.
 The F of an expert and the positions of a cache are split over `tensor`. wq_a and wkv_a are
-replicated. Classes show global shapes. Below, and inside `shard_map`, B, N, F, E, V and the S of a
-cache count what one device holds. Only a router's E counts all experts.
+replicated. Shapes in classes are global. In the next paragraph, and inside `shard_map`, B, N, F, E,
+V and the S of a cache count what one device holds. A router's E is global, too.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
-[B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes)
-in `sample`. If a slot of the device has a temperature above 0, `sample` takes up to 36 more.
+[B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
+each) in `sample`. A slot with a temperature above 0 adds up to 36 of at most 12 B bytes to these.
 
 If `tensor` has t > 1 devices, each layer adds collectives over `tensor`. If T is at most
 FEW_QUERIES (8), these are three, in `attend_latent`:
@@ -132,7 +132,7 @@ class Moe(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The loader decides how each Matrix is stored; the products take it as it is."""
+    """The loader decides how a Matrix is stored (bfloat16, int8, ...); products take any form."""
 
     attn_norm: Array  # [D]
     wq_a: Matrix | None  # [Q, D]
@@ -155,7 +155,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: what a cache holds past a slot's length has no effect."""
+    slot's length to 0. It clears nothing: nothing past a slot's length has any effect, even NaN."""
 
     # For each layer [B, 1, S, W]: a row per position, which holds latent, rotated key and zeros.
     cache: tuple[RowCache, ...]
@@ -170,7 +170,7 @@ class Step(NamedTuple):
     end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
     cos: Array  # float32 [B, T, 1, R / 2]
     sin: Array
-    implementation: Impl  # of the kernels
+    implementation: Impl  # of the kernels; static in jit
 
 
 class Queries(NamedTuple):
@@ -289,10 +289,9 @@ def latents(x_BTD: Array, layer: Layer, step: Step, config: Config) -> Array:
 def latent_attention(
     q: Queries, rows_SW: Array, position_T: Array, position_S: Array, layer: Layer, config: Config
 ) -> Array:
-    """The definition of attention, for one slot: [T, N, J]. implementation="reference" runs this.
-    Otherwise `expanded` and `absorbed` compute the same. All use float32: in bfloat16 a score near
-    50 would be off by up to 0.125, and its probability by 13 %. A query sees all positions up to
-    its own."""
+    """The definition of attention, [T, N, J] of a slot, in float32: in bfloat16 a score near 50
+    would be off by up to 0.125, and its probability by 13 %. implementation="reference" runs this.
+    Otherwise `expanded` or `absorbed` computes the same. A query sees positions up to its own."""
     C, U, R = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
     latent_SC, k_rope_SR = rows_SW[:, :C], rows_SW[:, C : C + R]
     kv_SNH = linear(latent_SC, layer.wkv).reshape(len(rows_SW), -1, U + config.v_head_dim)
@@ -436,11 +435,11 @@ def forward(
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[RowCache, ...]]:
     """Appends T tokens to each slot, the last at position end_B - 1; skips a slot if its end_B is
-    0. Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are
-    [B, T, V]. With last_B, only token last_B[b] of each slot gets logits, and they are [B, V].
+    0. Returns float32 logits [B, T, V] of the device's part of the vocabulary, padding included,
+    and the cache. With last_B, only token last_B[b] of each slot gets logits, [B, V].
 
-    For a loss, call `logits` of common/serving/score.py with implementation="reference", which is
-    differentiable."""
+    For a loss (docs/library.md), call `logits` of common/serving/score.py with
+    implementation="reference", which is differentiable if the weights are floats."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
@@ -491,9 +490,9 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the same
-    data shard of the donated `state`; -1 copies nothing. ValueError if the states differ in mesh,
-    capacity or dtype of cache. Not for use inside jit."""
+    """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
+    donated `state`; -1 copies nothing. Each data shard counts its own slots from 0. ValueError if
+    the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -519,7 +518,7 @@ PROJECTIONS = {
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
+    """Config of a config.json. ValueError names what neither this nor common/config.py knows."""
     if is_multimodal := hf.get("model_type") == "kimi_k25":
         hf = text_config(hf)
         if hf["model_type"] == "deepseek_v3":  # as transformers spells it

@@ -9,12 +9,12 @@ Dimensions: B slots, T query tokens (1 when decoding), S cache positions, D mode
 key/value heads with G = N / K queries each, H head dimension, F MLP width, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split over MODEL, which is
-the axes `expert` and `tensor` taken as one. Classes show global shapes. Below, and inside
-`shard_map`, B, N, K, F and V count what one device holds.
+the axes `expert` and `tensor` taken as one. Shapes in classes are global. In the next paragraph,
+and inside `shard_map`, B, N, K, F and V count what one device holds.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
-[B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes)
-in `sample`. If a slot of the device has a temperature above 0, `sample` takes up to 36 more.
+[B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
+each) in `sample`. A slot with a temperature above 0 adds up to 36 of at most 12 B bytes to these.
 """
 
 import math
@@ -70,7 +70,7 @@ class Config(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The loader decides how each Matrix is stored; the products take it as it is."""
+    """The loader decides how a Matrix is stored (bfloat16, int8, ...); products take any form."""
 
     attn_norm: Array  # [D]
     wq: Matrix  # [N * H, D]
@@ -92,7 +92,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: what a cache holds past a slot's length has no effect."""
+    slot's length to 0. It clears nothing: nothing past a slot's length has any effect, even NaN."""
 
     # For each layer two arrays of [B, K, S, H]: rotated keys, and values. If H is not a multiple of
     # 128, they share one array, [B, K, S, 2 * H].
@@ -108,7 +108,7 @@ class Step(NamedTuple):
     end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
     cos: Array  # float32 [B, T, 1, H / 2]
     sin: Array
-    implementation: Impl  # of the kernels
+    implementation: Impl  # of the kernels; static in jit
 
 
 # ---- the mathematics: from here to `forward`, what each device computes inside `shard_map`
@@ -156,10 +156,10 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 
 
 def attend_slot(slot: Slot, scale: float) -> Array:
-    """The definition of attention, of one slot. implementation="reference" runs it. Otherwise a
-    kernel computes the same: a soft-cap on scores belongs in both. Both use float32: in bfloat16 a
-    score near 50 would be off by up to 0.125, and its probability by 13 %. A query sees all
-    positions up to its own."""
+    """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
+    by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
+    kernel (see common/kernels) computes the same, so whoever caps scores changes both. A query sees
+    all positions up to its own."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -212,11 +212,11 @@ def forward(
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
     """Appends T tokens to each slot, the last at position end_B - 1; skips a slot if its end_B is
-    0. Returns float32 logits of the device's part of the vocabulary, and the cache. The logits are
-    [B, T, V]. With last_B, only token last_B[b] of each slot gets logits, and they are [B, V].
+    0. Returns float32 logits [B, T, V] of the device's part of the vocabulary, padding included,
+    and the cache. With last_B, only token last_B[b] of each slot gets logits, [B, V].
 
-    For a loss, call `logits` of common/serving/score.py with implementation="reference", which is
-    differentiable."""
+    For a loss (docs/library.md), call `logits` of common/serving/score.py with
+    implementation="reference", which is differentiable if the weights are floats."""
     position_BT = end_B[:, None] + jnp.arange(-tokens_BT.shape[1], 0)
     step = Step(end_B, *rotary(position_BT, config), Impl(implementation))
     x_BTD, caches = embed(weights.embed, tokens_BT, weights.norm.dtype), []
@@ -267,9 +267,9 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
-    """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the same
-    data shard of the donated `state`; -1 copies nothing. ValueError if the states differ in mesh,
-    capacity or dtype of cache. Not for use inside jit."""
+    """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
+    donated `state`; -1 copies nothing. Each data shard counts its own slots from 0. ValueError if
+    the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -288,7 +288,7 @@ def generate(
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a parsed config.json. ValueError names a key or a value that is not implemented."""
+    """Config of a config.json. ValueError names what neither this nor common/config.py knows."""
     fields = read_rope(Config, hf, {"llama3": RopeScaling}, theta=10000.0)
     return read_config(
         Config,
@@ -311,9 +311,9 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight. If `shards` has several parts, zeros pad each split
-    dimension until its parts are equal, and key/value heads are repeated if there are too few: on 4
-    devices 2 of them become 0, 0, 1, 1. Each device has a copy beside the queries that use it."""
+    """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal,
+    and key/value heads are repeated if there are too few: 2 on 4 devices become 0, 0, 1, 1, each
+    with half of the query heads of its original. (Query head n uses head n // G.)"""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -353,8 +353,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes. Unknown or missing tensors are errors. An Order
-    puts each device's heads together. None: not loaded. `Same("x")`: only compared with x."""
+    """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
+    puts each device's heads together. None: not loaded. `Same("x")`: if there, compared with x."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     return {
