@@ -19,11 +19,11 @@ experts, X experts of a token, V vocabulary, L layers.
 Slots are split over the mesh axis `data`. Heads and vocabulary are split over MODEL, which is the
 axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of each over
 `tensor`. Shapes in classes are global. In the next paragraph, and inside `shard_map`, B, N, K, F, E
-and V count what one device holds. A router's E is global, too.
+and V count what one device holds. A router scores all E experts.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
 [B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
-each) in `sample`. A slot with a temperature above 0 adds up to 36 of at most 12 B bytes to these.
+each) in `sample`. If a slot has a temperature above 0, up to 36 more send at most 12 B bytes each.
 """
 
 import math
@@ -140,8 +140,8 @@ class DecodeState(NamedTuple):
     slot's length to 0. It clears nothing: nothing past a slot's length has any effect, even NaN."""
 
     # For each layer two arrays of [B, K, S, H]: rotated keys, and values. If H is not a multiple of
-    # 128, they share one array, [B, K, S, 2 * H]. A sliding layer has a ring of sliding_window +
-    # 2048 places or more: position p is in place p % S, and padding overwrites nothing in reach.
+    # 128, they share one, [B, K, S, 2 * H]. A sliding layer has S >= sliding_window + 2048, and
+    # position p in place p % S. As T <= 2048, padding overwrites nothing that a query will see.
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
@@ -330,8 +330,8 @@ def forward(
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
     """Appends T tokens to each slot, the last at position end_B - 1; skips a slot if its end_B is
-    0. Returns float32 logits [B, T, V] of the device's part of the vocabulary, padding included,
-    and the cache. With last_B, only token last_B[b] of each slot gets logits, [B, V].
+    0. Returns float32 logits [B, T, V] of the device's part of the vocabulary, with the rows that
+    pad it, and the cache. With last_B, only token last_B[b] of each slot gets logits, [B, V].
 
     For a loss (docs/library.md), call `logits` of common/serving/score.py with
     implementation="reference", which is differentiable if the weights are floats."""

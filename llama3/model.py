@@ -14,7 +14,7 @@ and inside `shard_map`, B, N, K, F and V count what one device holds.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
 [B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
-each) in `sample`. A slot with a temperature above 0 adds up to 36 of at most 12 B bytes to these.
+each) in `sample`. If a slot has a temperature above 0, up to 36 more send at most 12 B bytes each.
 """
 
 import math
@@ -212,8 +212,8 @@ def forward(
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
     """Appends T tokens to each slot, the last at position end_B - 1; skips a slot if its end_B is
-    0. Returns float32 logits [B, T, V] of the device's part of the vocabulary, padding included,
-    and the cache. With last_B, only token last_B[b] of each slot gets logits, [B, V].
+    0. Returns float32 logits [B, T, V] of the device's part of the vocabulary, with the rows that
+    pad it, and the cache. With last_B, only token last_B[b] of each slot gets logits, [B, V].
 
     For a loss (docs/library.md), call `logits` of common/serving/score.py with
     implementation="reference", which is differentiable if the weights are floats."""

@@ -20,11 +20,11 @@ experts, X experts of a token, V vocabulary, L layers.
 Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and shared MLPs are split
 over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`,
 and the F of each over `tensor`. Shapes in classes are global. In the next paragraph, and inside
-`shard_map`, B, N, K, F, E and V count what one device holds. A router's E is global, too.
+`shard_map`, B, N, K, F, E and V count what one device holds. A router scores all E experts.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
 [B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
-each) in `sample`. A slot with a temperature above 0 adds up to 36 of at most 12 B bytes to these.
+each) in `sample`. If a slot has a temperature above 0, up to 36 more send at most 12 B bytes each.
 """
 
 import math
@@ -154,9 +154,9 @@ class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
     slot's length to 0. It clears nothing: nothing past a slot's length has any effect, even NaN."""
 
-    # For each layer two arrays of [B, K, S, H]: keys, and values. If H is not a multiple of
-    # 128, they share one array, [B, K, S, 2 * H]. A rotary layer has a ring of a chunk +
-    # 2048 places or more: position p is in place p % S, and padding overwrites nothing in reach.
+    # For each layer two arrays of [B, K, S, H]: keys, and values. If H is no multiple of 128, they
+    # share one, [B, K, S, 2 * H]. A rotary layer has S >= attention_chunk_size + 2048, and position
+    # p in place p % S. As T <= 2048, padding overwrites nothing that a query will see.
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
@@ -294,7 +294,7 @@ def mixture(x_MD: Array, score_MX: Array, expert_MX: Array, w: Experts) -> Array
 
     def of_expert(e: Array, own: Experts) -> Array:
         score_M = jnp.where(expert_MX == e, score_MX, 0).sum(axis=1)
-        return experts(score_M[:, None] * x_MD, own, dot_one)  # of 0 it is 0: there is no bias
+        return experts(score_M[:, None] * x_MD, own, dot_one)  # zeros for zeros: no bias
 
     return sum_over_experts(of_expert, w)
 
@@ -340,8 +340,8 @@ def forward(
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
     """Appends T tokens to each slot, the last at position end_B - 1; skips a slot if its end_B is
-    0. Returns float32 logits [B, T, V] of the device's part of the vocabulary, padding included,
-    and the cache. With last_B, only token last_B[b] of each slot gets logits, [B, V].
+    0. Returns float32 logits [B, T, V] of the device's part of the vocabulary, with the rows that
+    pad it, and the cache. With last_B, only token last_B[b] of each slot gets logits, [B, V].
 
     For a loss (docs/library.md), call `logits` of common/serving/score.py with
     implementation="reference", which is differentiable if the weights are floats."""

@@ -19,11 +19,11 @@ heads of queries and keys, and a state is [H, V]. There C = K * 2 * H + N * V ch
 Slots are split over the mesh axis `data`. Heads, dense MLPs and vocabulary are split over MODEL,
 which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of
 each over `tensor`. Shapes in classes are global. In the next paragraph, and inside `shard_map`, B,
-N, K, F, E and V count what one device holds. A router's E is global, too.
+N, K, F, E and V count what one device holds. A router scores all E experts.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
 [B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
-each) in `sample`. A slot with a temperature above 0 adds up to 36 of at most 12 B bytes to these.
+each) in `sample`. If a slot has a temperature above 0, up to 36 more send at most 12 B bytes each.
 """
 
 import math
@@ -267,8 +267,10 @@ def delta_step(S_KGHV: Array, x: Tokens) -> tuple[Array, Array]:
 def linear_attention(
     x_BTD: Array, w: Linear, cache: Recurrent, step: Step, config: Config
 ) -> tuple[Array, Recurrent]:
-    """Appends T tokens to the state. Returns what they read, [B, T, D], summed over the device's
-    heads, and the cache. Padding changes no state: its strength and its log decay are 0."""
+    """Appends T tokens. Returns what they read, [B, T, D], summed over the device's heads, and the
+    cache. Up to PENDING (8) tokens are only noted beside the state, and the next step applies those
+    that count: drafts may not (common/recurrent.py). A slot that begins at 0 forgets its state:
+    `past` gives it a decay of -inf. Padding changes none: its strength and log decay are 0."""
     (B, T, _), H, V = x_BTD.shape, config.linear_key_head_dim, config.linear_value_head_dim
     W, start_B, N = config.linear_conv_kernel_dim, step.end_B - T, cache.state.shape[1]
     K = (cache.inputs.shape[1] - N * V) // (2 * H)
@@ -296,7 +298,7 @@ def linear_attention(
     new = tokens(new_BCT, decay_BTN, strength_BTN)
     rule = partial(delta_rule, implementation=step.implementation, definition=delta_step)
     S = cache.state.reshape(B, K, N // K, H, V)
-    if T <= PENDING:  # they stay pending
+    if T <= PENDING:
         both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
         S, o = rule(S, both, PENDING)
         o, length_B = o[:, PENDING:], start_B
@@ -498,19 +500,16 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     packing = read_packing(text, others=("fp8",))
     fields |= dict(packing=packing, fp8=packing is None and is_fp8(text, PROJECTIONS))
     fields |= DENSE if text.get("model_type") == "qwen3_5_text" else dict(intermediate_size=0)
+    # Refused: other activations; biases on q, k, v and o; attention without its gate; states in
+    # another dtype; dense layers between sparse ones.
+    accepted: dict[str, Any] = dict(hidden_act=SILU, output_gate_type=SILU, attention_bias=False)
+    accepted |= dict(attn_output_gate=True, mamba_ssm_dtype="float32", mlp_only_layers=[])
     return read_config(
         Config,
         text,
         model_types=("qwen3_5_text", "qwen3_5_moe_text"),
         fields_read=fields | dict(multimodal=is_multimodal),
-        accepted=dict(
-            hidden_act=SILU,
-            attention_bias=False,
-            attn_output_gate=True,
-            mamba_ssm_dtype="float32",
-            mlp_only_layers=[],
-            output_gate_type=SILU,
-        ),
+        accepted=accepted,
         ignored=(
             "full_attention_interval",
             "mtp_num_hidden_layers",
