@@ -22,12 +22,12 @@ experts, X experts of a token, G groups of experts, V vocabulary, L layers.
 Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and shared MLPs are split
 over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`.
 The F of an expert and the positions of a cache are split over `tensor`. wq_a and wkv_a are
-replicated. Shapes in classes are global. In the next paragraph, and inside `shard_map`, B, N, F, E,
-V and the S of a cache count what one device holds. A router scores all E experts.
+replicated. Shapes in classes are global. In the rest of this text, and inside `shard_map`, B, N, F,
+E, V and the S of a cache count what one device holds, except that the E of a router is global.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
 [B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
-each) in `sample`. If a slot has a temperature above 0, up to 36 more send at most 12 B bytes each.
+each) in `sample`, which takes up to 36 more of at most 12 B bytes if any temperature is above 0.
 
 If `tensor` has t > 1 devices, each layer adds collectives over `tensor`. If T is at most
 FEW_QUERIES (8), these are three, in `attend_latent`:
@@ -156,7 +156,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: nothing past a slot's length has any effect, even NaN."""
+    slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN."""
 
     # For each layer [B, 1, S, W]: a row per position, which holds latent, rotated key and zeros.
     cache: tuple[RowCache, ...]
@@ -401,8 +401,8 @@ def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
 
 
 def mixture(x_MD: Array, weight_MX: Array, expert_MX: Array, w: Mlp) -> Array:
-    """The definition of the weighted sum of a token's experts: y_MD += weight * expert[e](x_MD)
-    for each expert e of the device. implementation="reference" runs this."""
+    """The definition of the weighted sum of a token's experts: y_MD += weight * expert[e](x_MD) for
+    each expert e of the device, as the router counts e. implementation="reference" runs this."""
 
     def of_expert(e: Array, own: Mlp) -> Array:
         weight_M = jnp.where(expert_MX == e, weight_MX, 0).sum(axis=1)
@@ -640,9 +640,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> the weight that it becomes; `*` is any number. Unknown and missing tensors
-    are errors. None, Dropped: not loaded. `Same("x")`: only compared with x. `prefix.**`:
-    all names with that prefix, which wins over a row with `*`."""
+    """Published name -> its weight; `*` is any number. Unknown names and weights without tensors
+    are errors. None, Dropped: not loaded. `Same("x")`: only compared with x. `prefix.**`: all names
+    with that prefix, which wins over a row with `*`."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",

@@ -6,10 +6,10 @@ gpt-oss-120b & gpt-oss-20b Model Card, arXiv 2508.10925. What differs from llama
     o[n] = sum_s exp(score[n, s]) v[s] / (exp(sink[n]) + sum_s exp(score[n, s]))
                                                    the sink is a learned score without a value
     a sliding layer sees the last `sliding_window` positions, a full layer sees all
-    x += sum_e p[e] * (down[e](h) + b[e])          the sum is over the experts with the X largest
+    x += sum_e p[e] * (down[e](h[e]) + b[e])       the sum is over the experts with the X largest
                                                    router(norm(x)), and p is the softmax of these
-    h = (up[e] + 1) * gate[e] * sigmoid(1.702 * gate[e])
-                                                   gate and |up| are at most swiglu_limit
+    h[e] = (up + 1) * gate * sigmoid(1.702 * gate) up and gate are those of expert e and norm(x),
+                                                   cut where they exceed +-swiglu_limit
     YaRN replaces llama3's rope scaling; projections have biases; norms multiply in float32
 
 Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
@@ -18,12 +18,12 @@ experts, X experts of a token, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads and vocabulary are split over MODEL, which is the
 axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of each over
-`tensor`. Shapes in classes are global. In the next paragraph, and inside `shard_map`, B, N, K, F, E
-and V count what one device holds. A router scores all E experts.
+`tensor`. Shapes in classes are global. In the rest of this text, and inside `shard_map`, B, N, K,
+F, E and V count what one device holds, except that the E of a router is global.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
 [B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
-each) in `sample`. If a slot has a temperature above 0, up to 36 more send at most 12 B bytes each.
+each) in `sample`, which takes up to 36 more of at most 12 B bytes if any temperature is above 0.
 """
 
 import math
@@ -137,11 +137,11 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: nothing past a slot's length has any effect, even NaN."""
+    slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN."""
 
     # For each layer two arrays of [B, K, S, H]: rotated keys, and values. If H is not a multiple of
-    # 128, they share one, [B, K, S, 2 * H]. A sliding layer has S >= sliding_window + 2048, and
-    # position p in place p % S. As T <= 2048, padding overwrites nothing that a query will see.
+    # 128, they share one, [B, K, S, 2 * H]. In a sliding layer S is at most about
+    # sliding_window + 2048, and position p is in place p % S. Padding overwrites nothing in sight.
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
@@ -281,8 +281,8 @@ def experts(x: Array, w: Experts, dot: Callable[..., Array], limit: float) -> Ar
 
 
 def mixture(x_MD: Array, weight_MX: Array, expert_MX: Array, w: Experts, config: Config) -> Array:
-    """The definition of the weighted sum of a token's experts: y_MD += weight * expert[e](x_MD)
-    for each expert e of the device. implementation="reference" runs this."""
+    """The definition of the weighted sum of a token's experts: y_MD += weight * expert[e](x_MD) for
+    each expert e of the device, as the router counts e. implementation="reference" runs this."""
 
     def of_expert(e: Array, own: Experts) -> Array:
         weight_M = jnp.where(expert_MX == e, weight_MX, 0).sum(axis=1)

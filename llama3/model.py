@@ -9,12 +9,12 @@ Dimensions: B slots, T query tokens (1 when decoding), S cache positions, D mode
 key/value heads with G = N / K queries each, H head dimension, F MLP width, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split over MODEL, which is
-the axes `expert` and `tensor` taken as one. Shapes in classes are global. In the next paragraph,
+the axes `expert` and `tensor` taken as one. Shapes in classes are global. In the rest of this text,
 and inside `shard_map`, B, N, K, F and V count what one device holds.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
 [B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
-each) in `sample`. If a slot has a temperature above 0, up to 36 more send at most 12 B bytes each.
+each) in `sample`, which takes up to 36 more of at most 12 B bytes if any temperature is above 0.
 """
 
 import math
@@ -92,7 +92,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: nothing past a slot's length has any effect, even NaN."""
+    slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN."""
 
     # For each layer two arrays of [B, K, S, H]: rotated keys, and values. If H is not a multiple of
     # 128, they share one array, [B, K, S, 2 * H].

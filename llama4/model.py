@@ -19,12 +19,13 @@ experts, X experts of a token, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and shared MLPs are split
 over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`,
-and the F of each over `tensor`. Shapes in classes are global. In the next paragraph, and inside
-`shard_map`, B, N, K, F, E and V count what one device holds. A router scores all E experts.
+and the F of each over `tensor`. Shapes in classes are global. In the rest of this text, and inside
+`shard_map`, B, N, K, F, E and V count what one device holds, except that the E of a router is
+global.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
 [B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
-each) in `sample`. If a slot has a temperature above 0, up to 36 more send at most 12 B bytes each.
+each) in `sample`, which takes up to 36 more of at most 12 B bytes if any temperature is above 0.
 """
 
 import math
@@ -152,11 +153,11 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: nothing past a slot's length has any effect, even NaN."""
+    slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN."""
 
     # For each layer two arrays of [B, K, S, H]: keys, and values. If H is no multiple of 128, they
-    # share one, [B, K, S, 2 * H]. A rotary layer has S >= attention_chunk_size + 2048, and position
-    # p in place p % S. As T <= 2048, padding overwrites nothing that a query will see.
+    # share one, [B, K, S, 2 * H]. In a rotary layer S is at most about two chunks, and
+    # position p is in place p % S. Padding overwrites nothing in sight.
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet

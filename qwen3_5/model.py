@@ -18,12 +18,12 @@ heads of queries and keys, and a state is [H, V]. There C = K * 2 * H + N * V ch
 
 Slots are split over the mesh axis `data`. Heads, dense MLPs and vocabulary are split over MODEL,
 which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of
-each over `tensor`. Shapes in classes are global. In the next paragraph, and inside `shard_map`, B,
-N, K, F, E and V count what one device holds. A router scores all E experts.
+each over `tensor`. Shapes in classes are global. In the rest of this text, and inside `shard_map`,
+B, N, K, F, E and V count what one device holds, except that the E of a router is global.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
 [B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
-each) in `sample`. If a slot has a temperature above 0, up to 36 more send at most 12 B bytes each.
+each) in `sample`, which takes up to 36 more of at most 12 B bytes if any temperature is above 0.
 """
 
 import math
@@ -154,8 +154,8 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: nothing past a slot's length has any effect, even NaN,
-    and a recurrent layer starts from zeros where its slot begins at 0."""
+    slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN, and a
+    recurrent layer starts from zeros where its slot begins at 0."""
 
     # For each layer of attention two arrays of [B, K, S, H]: rotated keys, and values. If H is not
     # a multiple of 128, they share one array, [B, K, S, 2 * H]. For each linear layer a Recurrent.
@@ -348,8 +348,8 @@ def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
 
 
 def mixture(x_MD: Array, weight_MX: Array, expert_MX: Array, w: Mlp) -> Array:
-    """The definition of the weighted sum of a token's experts: y_MD += weight * expert[e](x_MD)
-    for each expert e of the device. implementation="reference" runs this."""
+    """The definition of the weighted sum of a token's experts: y_MD += weight * expert[e](x_MD) for
+    each expert e of the device, as the router counts e. implementation="reference" runs this."""
 
     def of_expert(e: Array, own: Mlp) -> Array:
         weight_M = jnp.where(expert_MX == e, weight_MX, 0).sum(axis=1)
