@@ -23,7 +23,7 @@ Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and sha
 over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`.
 The F of an expert and the positions of a cache are split over `tensor`. wq_a and wkv_a are
 replicated. Shapes in classes are global. In the rest of this text, and inside `shard_map`, B, N, F,
-E, V and the S of a cache count what one device holds, except that the E of a router is global.
+E, V and the S of a cache count what one device holds, except the E of a router.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
 [B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes

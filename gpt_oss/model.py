@@ -19,7 +19,7 @@ experts, X experts of a token, V vocabulary, L layers.
 Slots are split over the mesh axis `data`. Heads and vocabulary are split over MODEL, which is the
 axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of each over
 `tensor`. Shapes in classes are global. In the rest of this text, and inside `shard_map`, B, N, K,
-F, E and V count what one device holds, except that the E of a router is global.
+F, E and V count what one device holds, except the E of a router.
 
 In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
 [B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
