@@ -30,7 +30,10 @@ def softmax(x):
     return p / p.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("name", pictures.PICTURES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.full] * (x == "slots")) for x in pictures.PICTURES],
+)
 def test_the_committed_picture_is_the_one_that_is_drawn(name):
     committed = (pictures.FOLDER / f"{name}.svg").read_bytes()
     drawn = pictures.svg(pictures.PICTURES[name]()).encode()
@@ -45,7 +48,7 @@ def test_every_file_is_drawn_by_the_script():
 def test_a_picture_is_in_the_readme_that_it_belongs_to(name):
     pages = dict(
         kernels="common/kernels/README.md", house="docs/forking.md", serving="docs/serving.md"
-    )
+    ) | dict(slots="docs/serving.md", steps="docs/library.md")
     page = ROOT / pages.get(name, f"{name}/README.md")
     folder, shown = page.parent, re.findall(r"!\[([^\]\n]+)\]\(([^)]+)\)", page.read_text())
     texts = {(folder / target).resolve(): alt for alt, target in shown}

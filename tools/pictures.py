@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 from xml.sax.saxutils import escape, quoteattr
 
 import jax
@@ -32,6 +33,8 @@ from common.kernels.visible import first_seen
 from common.latents import empty_latent
 from common.quant import MXFP4_GROUP, Mxfp4, dequantize_mxfp4, e2m1
 from common.recurrent import PENDING, is_recurrent
+from common.serving import steps as session_steps
+from common.serving.load import load
 from common.serving.prefixes import (
     HOST,
     KEPT,
@@ -43,7 +46,8 @@ from common.serving.prefixes import (
     least_missed,
     longest,
 )
-from common.serving.session import PROMPT_CHUNK
+from common.serving.serve import is_busy, step, submit
+from common.serving.session import PROMPT_CHUNK, Request, start_session
 from common.serving.steps import bucket_for
 from common.sharding import P, Shards, make_mesh
 from common.weights import by_path
@@ -674,6 +678,81 @@ def serving_slots() -> Picture:
     return Picture("A new prompt starts from the longest beginning that is held", 490, shapes)
 
 
+Asks = dict[int, list[tuple[int, int]]]  # lengths of prompts and replies, by the step they come in
+
+
+def recorded(slots: int, asks: Asks) -> list[tuple[str, dict[int, int]]]:
+    """What each step of a session does: ("prefill", {number of the request: tokens}) or ("decode",
+    {slot: number of the request})."""
+    done: list[tuple[str, dict[int, int]]] = []
+
+    def prefill(session: Any) -> None:
+        [work] = session.reading.values()
+        done.append(("prefill", {work.number: min(work.left, PROMPT_CHUNK)}))
+        read(session)
+
+    def generate(session: Any) -> None:
+        done.append(("decode", {slot: work.number for slot, work in session.running.items()}))
+        decode(session)
+
+    read, decode, number = session_steps.prefill, session_steps.generate, 0
+    llama = load(importlib.import_module("llama3.model"))
+    llama = llama._replace(config=llama.config._replace(max_position_embeddings=1024))
+    session = start_session(llama, slots, 1024)
+    with mock.patch.multiple(session_steps, prefill=prefill, generate=generate):
+        while asks or is_busy(session):
+            for n, new in asks.pop(len(done), ()):
+                number = submit(session, Request([number + 1] * n, new))
+            step(session)
+    return done
+
+
+def slots_over_time() -> Picture:
+    """The steps are those of a real session."""
+    asks, slots = {0: [(700, 9), (90, 5), (300, 14)], 9: [(600, 4)], 10: [(60, 6)]}, 3
+    kinds, names = ["blue", "green", "yellow", "purple", "plain"], "ABCDE"
+    lengths = [ask for several in asks.values() for ask in several]
+    done = recorded(slots, dict(asks))
+    x, width = 130, 715 / len(done)
+    shapes = [text(20, 87, "prefill", "left")]
+    shapes += [text(20, 129 + 34 * i, f"slot {i}: decode", "left") for i in range(slots)]
+    for i, (what, of) in enumerate(done):
+        at = x + i * width
+        for place, n in of.items():
+            n, y = (place, 72) if what == "prefill" else (n, 114 + 34 * place)
+            shapes.append(box(at, y, width - 2, 30, names[n], kinds[n]))
+            if what == "prefill":
+                shapes.append(text(at + width / 2 - 1, 60, str(of[n]), "faint"))
+    y = 114 + 34 * slots + 10
+    shapes += [arrow((x, y), (x + 715, y)), text(20, y, "steps", "left")]
+    told = [f"{name}: {n} + {new}" for name, (n, new) in zip(names, lengths, strict=True)]
+    shapes += [text(20, y + 30, f"Tokens of prompts and replies: {', '.join(told)}.", "left"),
+               text(20, y + 48, f"At most {PROMPT_CHUNK} prompt tokens (the numbers above) are "
+                    "prefilled between two steps of decoding.", "left"),
+               text(20, y + 66, "D comes after 9 steps, E after 10, and wait for a slot.", "left")]
+    return Picture("Five requests on three slots, step by step", y + 86, shapes)
+
+
+def prompt_to_text() -> Picture:
+    state, piece = "cache, length_B,\ntoken_B, sampling", f"[1, T]: at most {PROMPT_CHUNK}"
+    shapes = [
+        text(20, 56, "a DecodeState of one slot", "left"),
+        box(20, 72, 170, 58, state, "blue"),
+        *chain(190, 101, ("prefill", 170, f"{piece}\ntokens are appended", "blue")),
+        arrow((345, 121), (345, 148), (105, 148), (105, 130)),
+        text(225, 160, "until the prompt is in", "faint"),
+        *chain(430, 101, ("insert", 180, "copied into\nslot slot_B[0]", "yellow")),
+        arrow((590, 121), (590, 190)),
+        text(330, 219, "a DecodeState of B slots", "left"),
+        box(500, 190, 180, 58, state, "green"),
+        *chain(680, 219, ("generate", 90, "token_B\nof all slots", "green")),
+        arrow((800, 239), (800, 272), (590, 272), (590, 248)),
+        text(695, 284, "again: one token in each slot", "faint"),
+        text(20, 272, "Each function takes a state, donates it, and returns the next one.", "left"),
+    ]
+    return Picture("prefill, insert, generate: three functions of every model file", 304, shapes)
+
+
 def the_house() -> Picture:
     """The folders of common/, from the imports of their files. The lowest two floors are one folder
     each with kernels between them, because kernels import how a matrix is stored."""
@@ -750,6 +829,8 @@ PICTURES = {
     "qwen3_5": qwen3_5_memory,
     "kernels": kernel_blocks,
     "serving": serving_slots,
+    "slots": slots_over_time,
+    "steps": prompt_to_text,
 }
 
 if __name__ == "__main__":
