@@ -1,9 +1,6 @@
-"""What a `model.py` imports. `cache` has caches of keys and values, `latents` those of latent
-attention, and both have the attention that reads them. `quant` has the stored forms of matrices,
-and `products` multiplies by them. `experts`, `sampling`, `sharding` (the mesh) and `speculate`
-(drafts) are named for their subjects. A model file declares its weights with `weights`, their
-published names with `names`, and the fields of its config.json with `fields`, which `config` and
-`packing` read.
+"""What a `model.py` imports: caches and the attention that reads them, stored forms of matrices and
+the products with them, experts, sampling, the mesh, drafts; and how it declares its weights, their
+published names and the fields of config.json.
 
 These files import each other and `common/kernels`, and nothing else of this library. All other code
 of `common` is in folders:

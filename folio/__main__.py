@@ -6,6 +6,7 @@ python -m folio --help
 
 import importlib
 import runpy
+import sys
 from pathlib import Path
 
 from common.command.arguments import Parser
@@ -31,6 +32,8 @@ def family_of(ckpt: str, revision: str | None = None) -> str:
         file = locate(ckpt, revision, ["config.json"]) / "config.json"
     hf = read_json(file)
     if found := families_of(hf, ROOT):
+        if others := found[1:]:
+            sys.stderr.write(f"[{found[0]} runs; for another one: python -m {others[0]}.main]\n")
         return found[0]
     kind, known = hf.get("model_type"), ", ".join(families)
     raise ValueError(f"{ckpt}: model_type={kind!r} in config.json is of none of {known}")

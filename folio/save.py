@@ -22,6 +22,7 @@ from common.loading.hub import is_of_checkpoint
 from common.loading.matching import fill, row_of, rows_by_path
 from common.loading.packed import declare
 from common.loading.reading import is_swapped
+from common.loading.shape import read_model_config
 from common.names import Axes, Order, Transform
 from common.quant import Transposed, is_stored
 from common.serving.load import Model
@@ -59,13 +60,19 @@ def tensors_of(model: Model, dtype: DTypeLike | None) -> Iterator[tuple[str, np.
 
     leaf = lambda x: is_weight(x) or is_stored(x)
     forms, stored = (jax.tree.leaves(x, is_leaf=leaf) for x in (expected, model.weights))
+    if len(forms) != len(stored):
+        raise ValueError(f"the model has {len(stored)} weights, but its config wants {len(forms)}")
     arrays = [plain(*both) for both in zip(forms, stored, strict=True)]
     kinds = [type(x) if is_stored(x) else None for x in forms]
     if kinds != [type(x) if is_stored(x) else None for x in arrays]:
         raise ValueError("the weights were quantised while loading: load them without quant")
-    for path, x in zip(by_path(expected), jax.tree.leaves(arrays), strict=True):
+    for (path, w), x in zip(by_path(expected).items(), jax.tree.leaves(arrays), strict=True):
         name, transform = row_of(path, rows)
         host, shape = np.asarray(x), whole[path].shape
+        if host.shape != w.shape:
+            raise ValueError(f"{path} has shape {host.shape}, not {w.shape}")
+        if jax.numpy.issubdtype(host.dtype, jax.numpy.inexact) and not np.isfinite(host).all():
+            raise ValueError(f"{path} has numbers that are NaN or infinite")
         if dtype is not None and host.dtype in (np.float32, jax.numpy.bfloat16):
             host = host.astype(dtype)
         if "*" in name:
@@ -83,14 +90,22 @@ def save(model: Model, directory: str | Path, dtype: DTypeLike | None = None) ->
     Args:
       dtype: of plain weights; None: as they are in memory.
 
-    ValueError if weights were quantised while loading, if there are several processes, or if there
-    is no checkpoint whose config could be copied.
+    ValueError if weights were quantised while loading, have other shapes or are not finite, if the
+    config is not that of the checkpoint, which is copied, if there is no checkpoint, or if there
+    are several processes.
     """
     target = Path(directory)
+    if dtype is not None and not jax.numpy.issubdtype(dtype, jax.numpy.floating):
+        raise ValueError(f"save writes floats, not {dtype}")
     if jax.process_count() > 1:
         raise ValueError("save works in one process, which must reach all devices")
     if model.directory is None:
         raise ValueError("random weights have no config.json: save needs a loaded checkpoint")
+    hf = read_json(model.directory / "config.json")
+    if read_model_config(model.module, hf) != model.config:
+        raise ValueError("the config was changed: save would write that of the checkpoint")
+    if model.weights is None:
+        raise ValueError("the model has no weights: call load, or read_weights")
     target.mkdir(parents=True, exist_ok=True)
     if any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty: save writes into a new directory")
@@ -114,7 +129,6 @@ def save(model: Model, directory: str | Path, dtype: DTypeLike | None = None) ->
     for file in model.directory.iterdir():
         if is_of_checkpoint(file) and "safetensors" not in file.name:
             shutil.copy(file, target / file.name)
-    hf = read_json(target / "config.json")
     for part in (hf, hf.get("text_config", {})):
         part |= {key: str(np.dtype(dtype or model.dtype)) for key in DTYPE_KEYS if key in part}
     (target / "config.json").write_text(json.dumps(hf, indent=2) + "\n")

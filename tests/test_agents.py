@@ -199,6 +199,11 @@ BAD = [
     (dict(tool_choice="required"), "tool_choice asks for a call, and there are no tools"),
     (dict(tools=[dict(type="web_search")]), "tools must be a list of tools whose type is function"),
     (dict(tools=[dict(type="function")]), "tools must be a list of"),
+    (
+        dict(tools=[dict(type="function", function=dict(name="f", parameters=dict(type="array")))]),
+        "the parameters of 'f' must be a schema of an object",
+    ),
+    (dict(structured_outputs=dict(json="[1, 2]")), "a schema is an object, not [1, 2]"),
     (dict(tools=TOOLS, tool_choice=dict(type="function", function=dict(name="x"))), "no tool 'x'"),
     (
         dict(tools=TOOLS, tool_choice="any"),
@@ -352,6 +357,8 @@ def test_a_response_calls_a_tool_and_goes_on(client):
         (dict(include=["file_search_call.results"]), "include must be one of [[], "),
         (dict(text=dict(format=dict(type="x"))), "response_format must be"),
         (dict(input=[]), "input must be a text or a list of items"),
+        (dict(text=dict(formt=dict(type="json_object"))), "text must be an object with format"),
+        (dict(reasoning=dict(foo=1)), "reasoning must be an object with effort"),
     ],
     ids=str,
 )

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -215,7 +216,7 @@ RECOMMENDED = dict(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, num_bea
         ("--sampling published", (0.6, 20, 0.9, 0.0)),
         ("--sampling published --temperature 0.3 --min-p 0.1", (0.3, 20, 0.9, 0.1)),
         ("--temperature 0", (0.0, 0, 1.0, 0.0)),
-        ("--top-k 5", (0.0, 5, 1.0, 0.0)),
+        ("--top-k 5 --temperature 1", (1.0, 5, 1.0, 0.0)),
     ],
 )
 def test_greedy_is_the_default_and_what_is_recommended_can_be_asked_for(
@@ -546,3 +547,43 @@ def test_another_line_of_json_is_refused_by_its_number(line, tmp_path):
     file.write_text('{"prompt": "one"}\n' + line)
     with pytest.raises(ValueError, match=r"prompts\.jsonl:2: expected {.prompt.: "):
         read_prompts(parser("llama3").parse_args(["--prompts", str(file)]))
+
+
+@pytest.mark.parametrize(
+    "message, told",
+    [
+        (dict(role="user", content=[dict(type="image_url")]), "content of a message must be text"),
+        (dict(role="user"), "content of a message must be text"),
+        (dict(content="Who?"), "a role must be one of"),
+        (dict(role="wizard", content="Who?"), "a role must be one of"),
+        (dict(role="user", content="Who?", foo="bar"), "foo is not supported in a message"),
+    ],
+)
+def test_a_message_that_the_server_would_refuse_is_refused_in_a_file(message, told, tmp_path):
+    file = tmp_path / "prompts.JSON"
+    file.write_text(json.dumps(dict(messages=[message])))
+    with pytest.raises(ValueError, match=rf"prompts\.JSON:1: .*{told}"):
+        read_prompts(parser("llama3").parse_args(["--prompts", str(file)]))
+
+
+def test_parts_of_text_in_a_file_are_one_text(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    parts = [dict(type="text", text="Who "), dict(type="text", text="is there?")]
+    file.write_text(json.dumps(dict(messages=[dict(role="user", content=parts)])))
+    (messages,) = read_prompts(parser("llama3").parse_args(["--prompts", str(file)]))
+    assert messages == [dict(role="user", content="Who is there?")]
+
+
+def test_a_line_that_does_not_fit_is_left_out_of_a_conversation(run, instruct):
+    args = ["--ckpt", instruct, "--chat", "--max-new-tokens", "6", "--max-len", "64"]
+    done = run(*args, stdin=f"Who is there?\n{'HAMLET. ' * 99}\nNay.\n")
+    assert "this line is left out]" in done.stderr and "the conversation has" in done.stderr
+    alone = run(*args, stdin="Who is there?\nNay.\n")
+    assert done.stdout == alone.stdout and done.stdout
+
+
+def test_no_standard_input_is_no_prompt(run):
+    command = [sys.executable, "-m", "llama3.main", "--max-new-tokens", "3"]
+    shell = f"{shlex.join(command)} <&-"
+    done = subprocess.run(shell, shell=True, cwd=ROOT, env=ENVIRONMENT, capture_output=True)
+    assert done.returncode == 0, done.stderr

@@ -17,10 +17,12 @@ def test_the_notebook_is_that_of_the_page():
 
 
 @pytest.mark.full
-def test_the_cells_run_one_after_the_other(tmp_path):
+def test_the_cells_run_one_after_the_other_where_there_are_several_devices(tmp_path):
     cells = [x for x in json.loads(notebook())["cells"] if x["cell_type"] == "code"]
     code = "\n".join("".join(x["source"]) for x in cells)
     told = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"]
-    done = subprocess.run(told, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True)
+    flags = ENVIRONMENT["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2"
+    kept = dict(cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(told, env=ENVIRONMENT | dict(XLA_FLAGS=flags), **kept)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("after layer") > 1 and done.stdout.count("without layer") > 1

@@ -338,6 +338,14 @@ def test_a_grammar_that_fails_ends_its_own_reply(monkeypatch):
     assert (finish, tokens, len(others)) == ("invalid", [INVALID], 5)
 
 
+def test_a_grammar_that_grows_too_large_ends_its_reply_as_invalid():
+    """Whatever it has allowed so far is no reply that fits."""
+    session = start_session(model_of(), 1, 64, "float32")
+    grammar = LLMatcher.grammar_from_regex("a{1000000}")
+    ((*_, finish, _),) = answers(session, [Request([1, 2], 50, grammar=grammar)])
+    assert finish == "invalid"
+
+
 def test_what_no_rule_may_be_is_refused_in_one_line():
     session = start_session(model_of(), 4, 64, "float32")
     for wrong, line in (

@@ -55,6 +55,35 @@ def test_what_is_written_is_what_was_read(family, variant, tmp_path, monkeypatch
     assert len({*tmp_path.glob("saved/*.safetensors")}) > 1
 
 
+def changed(llama, what):
+    weights, norm = llama.weights, llama.weights.norm
+    fields = dict(
+        config=dict(config=llama.config._replace(rope_theta=5e5)),
+        shape=dict(weights=weights._replace(norm=norm[:10])),
+        nan=dict(weights=weights._replace(norm=norm * np.nan)),
+        layer=dict(weights=weights._replace(layers=weights.layers[1:])),
+        none=dict(weights=None),
+    )
+    return llama._replace(**fields[what])
+
+
+@pytest.mark.parametrize(
+    "what, dtype, told",
+    [
+        ("config", None, "the config was changed"),
+        ("shape", None, r"norm has shape \(10,\), not \("),
+        ("nan", None, "norm has numbers that are NaN"),
+        ("layer", None, "weights, but its config wants"),
+        ("none", None, "no weights"),
+        ("none", "int8", "save writes floats, not int8"),
+    ],
+)
+def test_what_could_not_be_read_again_is_not_written(what, dtype, told, tmp_path):
+    llama = load(model_of("llama3"), str(FIXTURES / "llama3" / "scaled"))
+    with pytest.raises(ValueError, match=told):
+        save.save(changed(llama, what), tmp_path / "saved", dtype)
+
+
 def test_changed_weights_are_written_in_another_dtype(tmp_path):
     model = load(model_of("llama3"), str(FIXTURES / "llama3" / "scaled"))
     changed = model.weights._replace(norm=model.weights.norm + 1)

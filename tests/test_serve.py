@@ -12,8 +12,8 @@ import llama3
 from common.serving import session as sessions
 from common.serving import steps
 from common.serving.load import load
-from common.serving.score import logits
-from common.serving.serve import complete, serve, step
+from common.serving.score import log_probabilities, logits
+from common.serving.serve import complete, is_busy, serve, step, submit
 from common.serving.session import Request, start_session
 from common.sharding import make_mesh
 from common.speculate import NO_TOKEN, counting
@@ -197,6 +197,15 @@ def test_a_reader_who_stops_early_leaves_the_session_usable(session, another):
     assert answers(another, GREEDY) == answers(session, GREEDY)
 
 
+def test_a_session_that_has_other_requests_is_not_served(another):
+    submit(another, GREEDY[0])
+    with pytest.raises(ValueError, match="this session has other requests"):
+        answers(another, GREEDY)
+    while is_busy(another):
+        step(another)
+    assert answers(another, GREEDY)
+
+
 def test_statistics_count_every_token_and_every_compilation_once(session):
     fresh = start_session(session.model, 2, 97)  # nothing was compiled for this capacity
     answers(fresh, GREEDY)
@@ -241,6 +250,8 @@ def test_prompts_that_several_cpus_read_while_they_compile_are_not_timed():
             "prompt 2, stop_ids, logit_bias, max_new_tokens and logprobs must be whole",
         ),
         (Request([1], 4, stop_ids=5), "must be whole numbers"),
+        (Request(b"HAMLET.", 4), "prompt 2 must be a list of ids, not bytes"),
+        (Request({5: 1}, 4), "prompt 2 must be a list of ids, not dict"),
         (Request([1], 4, stop="Exit"), "stop must be a list of texts, not 'Exit'"),
         (Request([1], 4, stop=[5]), "stop must be a list of texts"),
         (Request([1], 4, stop=None), "stop must be a list of texts"),
@@ -325,8 +336,14 @@ def test_complete_gives_the_text_of_each_prompt_without_its_stop_token(session):
 
 
 def test_a_wrong_kind_of_thing_is_told_apart(session):
-    with pytest.raises(TypeError, match="a list of prompts, and not one text"):
+    with pytest.raises(TypeError, match="a list of prompts, and each is"):
         complete(session.model, "HAMLET.", 5)
+    with pytest.raises(TypeError, match="each is a text or a list of ids"):
+        complete(session.model, PROMPTS[0], 5)
+    with pytest.raises(ValueError, match="no weights"):
+        complete(session.model._replace(weights=None), ["HAMLET."], 5)
+    with pytest.raises(TypeError, match="float"):
+        log_probabilities(session.model, [1.5, 2.0])
     with pytest.raises(TypeError, match=r"<module 'llama3' .* is not a model file, such as"):
         load(llama3)
     with pytest.raises(TypeError, match="'llama3' is not a model file"):

@@ -29,7 +29,7 @@ from common.server.fields import FIELDS, UNSUPPORTED
 from common.server.http import Desk, Guard, body_of, names_of
 from common.server.protocol import Served, ask
 from common.serving.load import load, open_model
-from common.serving.serve import complete, serve
+from common.serving.serve import complete, serve, submit
 from common.serving.session import Request, Score, start_session
 from common.sharding import make_mesh
 from common.text.chat import encode_chat
@@ -580,7 +580,9 @@ def test_values_that_change_nothing_are_accepted(server):
 def test_a_stop_text_that_is_a_special_token_is_a_stop_id():
     served = Served(start_session(model(), 4, 512), "model", 9)
     (request,) = ask(served, "text", dict(prompt="a", stop=["<|begin_of_text|>", "x"])).requests
-    assert {*request.stop_ids} == model().tokenizer.stop_ids | {model().tokenizer.bos_id}
+    submit(served.session, request)
+    ((_, own),) = served.session.arrived
+    assert {*own.stop_ids} == model().tokenizer.stop_ids | {model().tokenizer.bos_id}
 
 
 def test_the_page_says_what_is_understood():

@@ -26,11 +26,10 @@ FAMILIES = [family for family in SHOWN if family != BASE]
 
 HEAD = """# From llama3 to the others
 
-All model files have the same order and the same names. Definitions with the same name and the same
-task have the same body, so what differs between two files is the architecture. For each family,
-these lists say which definitions are new, changed or gone; all others are the same. They leave out
-what loads a checkpoint: `Config`, `config_from_hf`, `weight_layout`, `init_state`,
-`checkpoint_table` and constants. Kimi K2 is compared with DeepSeek R1. All changes:
+All model files have the same order and the same names. Definitions of the same task have the same
+body, so what differs is the architecture. These lists say which definitions are new, changed or
+gone. They leave out what loads a checkpoint: `Config`, `config_from_hf`, `weight_layout`,
+`init_state`, `checkpoint_table` and constants. Kimi K2 is compared with DeepSeek R1. All changes:
 
 ```sh
 git diff --no-index llama3/model.py qwen3/model.py

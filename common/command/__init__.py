@@ -1,9 +1,5 @@
-"""The command line that every family has. `arguments` declares its options and checks whether they
-go together. `cli` opens a model, loads and runs it. `converse` makes requests of prompts, prints
-replies and holds conversations, and `dryrun` prints dry runs. `environment` makes JAX's settings.
-
-Imports everything; only a family's `main.py` imports it. To start, read `run` in `cli.py`.
-"""
+"""The command line that every family has: `arguments`, `environment`, `converse` and `dryrun` are
+parts of `cli`. Imports everything; only a family's `main.py` imports it. To start, read `cli`."""
 
 import sys
 

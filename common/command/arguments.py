@@ -58,6 +58,8 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--draft-tokens does not go with --draft mtp, which drafts one token")
     if args.dry_run and args.draft not in (None, "mtp"):
         raise ValueError(f"--draft {args.draft} does not go with --dry-run: it takes mtp alone")
+    if args.profile and Path(args.profile).is_file():
+        raise ValueError(f"--profile {args.profile} is a file; give a directory")
     if len(args.mesh) > 1 and not args.dry_run:
         raise ValueError(f"--mesh {' '.join(args.mesh)}: only --dry-run takes several meshes")
 

@@ -55,8 +55,7 @@ def open_draft(module: ModuleType, args: Namespace, model: Model) -> Model | str
     family, _, ckpt = args.draft.rpartition(":")
     try:
         if family:
-            files = folder(module).parent.glob("*/model.py")
-            if family not in [file.parent.name for file in files]:
+            if not (folder(module).parent / family / "model.py").exists():
                 raise ValueError(f"there is no {family}/model.py")
             module = importlib.import_module(f"{family}.model")
         draft = open_model(module, ckpt, mesh=model.mesh, dtype=args.dtype, quant=args.quant)
@@ -254,14 +253,15 @@ def run(module: ModuleType, args: Namespace, prompts: list[Prompt], rank: Rank |
         draft_tokens=args.draft_tokens,
         logprobs=bool(args.serve) and args.draft != "mtp",
     )
-    interrupted = False
+    code = 0
     with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
         if args.serve:
             answer_calls(session, args, listener)
         elif args.chat:
-            interrupted = converse(session, args)
+            code = 130 * converse(session, args)
         else:
-            interrupted = bool(answer_prompts(session, args, prompts, requests)[1])
+            replies, pressed = answer_prompts(session, args, prompts, requests)
+            code = 130 if pressed else int(any(x.finish == "invalid" for x in replies))
     sys.stderr.write(f"[{summary(session, load_s)}]\n")
-    if interrupted:
-        sys.exit(130)
+    if code:
+        sys.exit(code)

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from common.command.arguments import option
 from common.loading.files import first_line, parse_json
 from common.loading.generation import SETTINGS
+from common.server.fields import Refused, plain
 from common.serving.load import Model
 from common.serving.rules import check_grammar
 from common.serving.serve import serve
@@ -31,13 +33,17 @@ write = partial(print, end="", flush=True)
 
 def read_line(line: str, where: str) -> Prompt:
     """Reads a line of a .jsonl file: an object with a text as `prompt`, or with `messages`."""
-    with contextlib.suppress(ValueError, RecursionError):
+    try:
         match parse_json(line):
             case {"prompt": str(text), **rest} if not rest:
                 return text
             case {"messages": [_, *_] as messages, **rest} if not rest:
                 if all(isinstance(message, dict) for message in messages):
-                    return messages
+                    return [plain(message) for message in messages]
+    except Refused as error:
+        raise ValueError(f"{where}: {error}") from None
+    except (ValueError, RecursionError):
+        pass
     raise ValueError(f'{where}: expected {{"prompt": "a text"}} or {{"messages": [...]}} alone')
 
 
@@ -49,9 +55,9 @@ def read_prompts(args: Namespace) -> list[Prompt]:
             text = args.prompts.read_text("utf-8-sig")  # without a byte-order mark
             # Not splitlines, which also cuts at form feeds and at separators such as U+2028.
             lines = [(i, x) for i, x in enumerate(text.split("\n"), 1) if x.strip()]
-            is_json = args.prompts.suffix == ".jsonl"
+            is_json = args.prompts.suffix.lower() in (".jsonl", ".json")
             prompts += [read_line(x, f"{args.prompts}:{i}") if is_json else x for i, x in lines]
-        elif not prompts and not sys.stdin.isatty():
+        elif not prompts and sys.stdin and not sys.stdin.isatty():
             text = sys.stdin.read().removeprefix("\ufeff")
             prompts = [text] if text.strip() else []
     except UnicodeDecodeError:
@@ -131,6 +137,9 @@ def plan_prompts(
     for i, request in enumerate(requests or [make_request(model, args, [0], 0)]):
         name = f"prompt {i + 1}" if texts else "the prompt"
         check_request(request, capacity, model.config, name)
+        limits = [option(x) for x in ("top_k", "top_p", "min_p") if getattr(args, x)]
+        if limits and not request.temperature:
+            raise ValueError(f"{limits[0]} needs a --temperature above 0")
     return requests, (slots, capacity)
 
 
@@ -258,8 +267,14 @@ def converse(session: Session, args: Namespace) -> bool:
         if not line.strip():
             continue
         messages.append(said("user", line.strip()))
-        ids = encode_messages(tok, args, messages)
-        request = make_request(session.model, args, ids, len(messages) // 2)
+        try:
+            ids = encode_messages(tok, args, messages)
+            request = make_request(session.model, args, ids, len(messages) // 2)
+            check_request(request, session.capacity, session.model.config, "the conversation")
+        except ValueError as error:
+            sys.stderr.write(f"[{error}; this line is left out]\n")
+            messages.pop()
+            continue
         (reply,), pressed = answer_prompts(session, args, [line], [request])
         messages.append(said("assistant", "".join(reply.answer)))
         if signal.SIGTERM in pressed:

@@ -22,7 +22,8 @@ def folder(module: ModuleType) -> Path:
 
 def published_sizes(module: ModuleType) -> dict[str, dict[str, Any]]:
     """Returns the configs of the family's published sizes by name: `SHAPES` in its shapes.py."""
-    return importlib.import_module(f"{module.__package__}.shapes").SHAPES
+    there = (folder(module) / "shapes.py").exists()
+    return importlib.import_module(f"{module.__package__}.shapes").SHAPES if there else {}
 
 
 def families_of(hf: dict[str, Any], root: Path) -> list[str]:

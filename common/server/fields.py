@@ -101,6 +101,8 @@ TOOLS = Kind(
     "a list of tools whose type is function, each with a name of the function", ([], [FUNCTION])
 )
 INCLUDED = [[], ["reasoning.encrypted_content"]]  # reasoning comes anyway, as text
+REASONS = Kind("an object with effort", {"effort": (str, None), "summary": (str, None)})
+FORMED = Kind("an object with format", {"format": (dict, None), "verbosity": ("medium", None)})
 COUNT, SCORES, SHARE = integer(0, 2**31 - 1), integer(0, LIKELIEST), number(0, 1)
 OR_UNSET = Kind(COUNT.name, (COUNT.shape, -1))  # which some clients send for what is not set
 BIAS, PENALTY = number(-100, 100), number(-2, 2)
@@ -129,7 +131,7 @@ FIELDS: dict[str, dict[str, Kind]] = dict(
     text=dict(prompt=PROMPT, logprobs=SCORES, echo=FLAG, **BOTH),
     responses=dict(
         input=Kind("a text or a list of items", (str, [dict])), instructions=TEXT,
-        max_output_tokens=OR_UNSET, reasoning=OBJECT, text=OBJECT,
+        max_output_tokens=OR_UNSET, reasoning=REASONS, text=FORMED,
         tools=Kind("a list of tools with a type", ([], [{"type": str, ...: object}])),
         tool_choice=Kind("a text or an object", (str, dict)),
         client_metadata=OBJECT, include=Kind(f"one of {INCLUDED}", (*INCLUDED,)),

@@ -148,10 +148,7 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
     most = get("max_completion_tokens", get("max_tokens"))
     if most == 0 and not get("echo"):
         raise Refused("max_tokens must be at least 1, but for echo", "max_tokens")
-    stops = list_of(get("stop", []))
     ends = tok.stop_ids | (end_of_turn(tok) if is_chat else set())
-    # A special token has no text in the reply, so it is told by its id.
-    ends |= tok.special_ids & {tok.backend.token_to_id(text) for text in stops}
     structure = structure_of(served, given)
     choice, requests = get("tool_choice", "auto"), list[Request]()
     tools, required = [] if choice == "none" else get("tools", []), choice not in ("none", "auto")
@@ -175,7 +172,7 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
                 logit_bias=[(int(id_), bias) for id_, bias in get("logit_bias", {}).items()],
                 grammar=grammar,
                 stop_ids=ends,
-                stop=stops,
+                stop=list_of(get("stop", [])),
                 keep_special=marks or not get("skip_special_tokens", True),
                 is_chat=is_chat,
                 logprobs=wanted,

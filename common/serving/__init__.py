@@ -1,8 +1,2 @@
-"""From prompts to text. `load` turns a checkpoint into a model that runs. `session` has requests,
-and the slots in which a model decodes. `steps` has the single steps: they read prompts, decode, and
-move texts between slots, kept slots and host memory. `prefixes` remembers which texts are held
-where, and `rules` what requests ask of single tokens. `serve` has the loop, which takes requests at
-any time, and `complete`, its shortest form. `score` computes the logits of every token of a text.
-
-Imports everything but the server and the command line. To start, read `serve.py`.
-"""
+"""From prompts to text. In a `session`, `steps` share slots, `prefixes` and `rules`; `load` makes
+its model, `score` keeps logits. Imports all but server and command line. To start, read `serve`."""

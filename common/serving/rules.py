@@ -69,7 +69,7 @@ def allowed_words(model: Model, works: Mapping[int, Work], rows: int) -> np.ndar
         fill_next_token_bitmask_par(executor(), [(w.guide, row) for row, w in guides], allowed_BW)
     allowed_BW = allowed_BW.view(np.uint32)
     for row, work in guides:
-        for i in work.request.stop_ids:
+        for i in filter(lambda i: i < size, work.request.stop_ids):
             allowed_BW[row, i // 32] &= ~np.uint32(1 << i % 32)
             if work.guide.is_accepting():
                 allowed_BW[row, i // 32] |= np.uint32(1 << i % 32)

@@ -3,6 +3,7 @@ tests. Generation computes only the logits of the last token."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import index
 from typing import Any, NamedTuple
 
 import jax
@@ -117,7 +118,7 @@ def log_probabilities(model: Model, ids: Sequence[int]) -> jax.Array:
     limit, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
     if not 1 <= len(ids) <= limit:
         raise ValueError(f"there must be 1 to {limit} tokens, not {len(ids)}")
-    if not all(0 <= i < vocab_size for i in ids):
+    if not all(0 <= index(i) < vocab_size for i in ids):
         raise ValueError(f"an id is not in [0, {vocab_size})")
     mesh, rows = model.mesh, model.mesh.shape[DATA]
     dtype = cache_dtype(model.dtype, model.on_cpu)

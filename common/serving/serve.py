@@ -8,7 +8,8 @@ Step t + 1 is dispatched before step t's tokens are fetched, so host work overla
 
 import json
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import jax
@@ -55,6 +56,9 @@ def submit(session: Session, request: Request) -> int:
     session.began = session.began or time.perf_counter()
     # Copies, because the caller may change what was given; and lists, because JSON has no sets.
     own = request._replace(prompt=[*map(int, request.prompt)], stop_ids=[*request.stop_ids])
+    if tok := session.model.tokenizer:  # a special token has no text in the reply
+        ends = tok.special_ids & {tok.backend.token_to_id(text) for text in request.stop}
+        own = own._replace(stop_ids=[*own.stop_ids, *ends])
     session.arrived.append((session.ids, own))
     session.ids += 1
     return session.ids - 1
@@ -201,8 +205,10 @@ def end_of(session: Session, work: Work, event: Event) -> Event:
     if finish in (None, "length"):
         work.speech, text = say(tok, work.speech, event.token)
         guide = work.guide
-        ended = guide and (not guide.consume_token(event.token) or guide.is_stopped())
-        finish = "stop" if work.speech.stream.stopped or ended else finish
+        if guide and not guide.consume_token(event.token):  # it has grown too large
+            finish = "invalid"
+        elif work.speech.stream.stopped or (guide and guide.is_stopped()):
+            finish = "stop"
     text += end_speech(tok, work.speech) if finish else ""
     return event._replace(finish=finish, text=text, channel=work.speech.channel)
 
@@ -210,6 +216,9 @@ def end_of(session: Session, work: Work, event: Event) -> Event:
 def serve(session: Session, requests: Sequence[Request]) -> Generator[Event, None, None]:
     """Yields the tokens of all requests as they are made, in a session that has no others. An
     event's `request` is an index into `requests`. ValueError if a request cannot be served."""
+    given_up = {number for number, request in session.arrived if request is None}
+    if ({*session.works} | {number for number, _ in session.arrived}) - given_up:
+        raise ValueError("this session has other requests: use step, or wait for their end")
     for i, request in enumerate(requests):
         check_request(request, session.capacity, session.model.config, f"prompt {i + 1}")
     numbers = dict[int, int]()
@@ -234,12 +243,12 @@ def complete(
 ) -> list[str]:
     """Returns the text that follows each prompt: raw text, or ids, as of `encode_chat`. Prompt i is
     sampled with seed (`seed` + i) mod 2**32. `settings` sets further fields of `Request`."""
-    if isinstance(prompts, str):
-        raise TypeError("complete takes a list of prompts, and not one text")
+    if isinstance(prompts, str | bytes | Mapping) or any(isinstance(x, int) for x in prompts):
+        raise TypeError("complete takes a list of prompts, and each is a text or a list of ids")
     if (tok := model.tokenizer) is None:
         raise ValueError("this model has no tokenizer: use `serve`, which takes and yields ids")
     ids = [encode(tok, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    need = max(map(len, ids), default=0) + max_new_tokens
+    need = max(map(len, ids), default=0) + index(max_new_tokens)
     capacity = capacity_for(need, model.config.max_position_embeddings)
     slots = round_up(max(1, min(slots, len(ids))), model.mesh.shape[DATA])
     known: Any = dict(stop_ids=tok.stop_ids) | settings

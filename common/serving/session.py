@@ -9,7 +9,7 @@ without a slot, on the devices or in host memory. `serve` decides what happens w
 import contextlib
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
@@ -220,6 +220,8 @@ def start_session(
       draft_tokens: how many tokens are drafted at once.
       logprobs: whether requests may ask for log-probabilities.
     """
+    if model.weights is None:
+        raise ValueError("the model has no weights: call load, or read_weights")
     models, mesh, rows = [model], model.mesh, model.mesh.shape[DATA]
     if slots < 1 or slots % rows:
         raise ValueError(f"{slots} slots cannot be split evenly over data={rows}")
@@ -289,6 +291,8 @@ def check_request(request: Request, capacity: int, config: Any, name: str = "the
     except TypeError:
         names = f"{name}, stop_ids, logit_bias, max_new_tokens and logprobs"
         raise ValueError(f"{names} must be whole numbers") from None
+    if isinstance(request.prompt, str | bytes | Mapping | Set):
+        raise ValueError(f"{name} must be a list of ids, not {type(request.prompt).__name__}")
     stop = request.stop
     if not isinstance(stop, list | tuple) or not all(isinstance(x, str) for x in stop):
         raise ValueError(f"stop must be a list of texts, not {stop!r}")

@@ -118,7 +118,9 @@ def arguments(form: Format, function: Mapping[str, Any], required: bool) -> str:
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON that fits a schema."""
+    """The grammar of JSON that fits a schema. ValueError if that is no object."""
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"a schema is an object, not {str(schema)[:80]}")
     return json.dumps(dict(grammars=[dict(json_schema={**schema, "x-guidance": STYLE})]))
 
 

@@ -111,6 +111,8 @@ def functions(tools: Tools, what: str = "tools") -> dict[str, Mapping[str, Any]]
         try:
             for schema in properties(function).values():
                 allows(schema, "string")
+            if (function.get("parameters") or {}).get("type", "object") != "object":
+                raise TypeError
         except (AttributeError, TypeError):
             raise ValueError(f"the parameters of {name!r} must be a schema of an object") from None
         found[name] = function
