@@ -13,11 +13,15 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from common.kernels.delta_rule import CHUNK, Tokens, delta_rule
+from common.kernels import delta_rule as rules
+from common.kernels.delta_rule import CHUNK, Tokens
 from common.kernels.delta_rule_tpu import PAIRS, delta_rule_tpu, pieces
 from common.machines.chips import devices_of
 from common.machines.hlo import VIEWS, arrays, executed, parse
 from common.sharding import make_mesh
+from qwen3_5.model import delta_step
+
+delta_rule = functools.partial(rules.delta_rule, definition=delta_step)
 
 # ---- the definition, in float64
 

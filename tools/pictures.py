@@ -524,7 +524,7 @@ def qwen3_5_memory() -> Picture:
     k, v, left, strength = jnp.array([1.0, 0]), jnp.array([1.0, 3]), 0.5, 0.5
     token = Tokens(*(x.reshape(1, 1, 1, 2) for x in (k, k)), v.reshape(1, 1, 1, 1, 2),
                    *(jnp.full((1, 1, 1, 1), x) for x in (math.log(left), strength)))
-    S, o = delta_rule(before.reshape(1, 1, 1, 2, 2), token, 1, "reference")
+    S, o = delta_rule(before.reshape(1, 1, 1, 2, 2), token, 1, "reference", model.delta_step)
     forgot = before * left
     error = v - k @ forgot
 

@@ -1,9 +1,8 @@
 """The gated delta rule: linear attention, with a state of fixed size in place of keys and values.
 
 Gated Delta Networks, arXiv 2412.06464. Letters: B slots, T tokens, K heads of keys, which have G
-heads of values each, H numbers in a key, V in a value. `delta_step` is the definition. A
-chunk of tokens takes few products. Token t adds outer(k_t, u_t) to the state, where u is the
-solution of a triangular system:
+heads of values each, H numbers in a key, V in a value. `delta_step` of qwen3_5/model.py is the
+definition. A chunk takes few products. Token t adds outer(k_t, u_t) to the state, and u solves
 
     u_t = strength_t * (v_t - left_t S.T @ k_t - sum_(s < t) left_ts (k_t . k_s) u_s)
 
@@ -42,7 +41,7 @@ def delta_rule(
     Args:
       kept: the states after this many tokens are returned. This is T, or less if T <= CHUNK.
       implementation: an `Impl`. "gpu" is "blocked". Other platforms interpret the kernel of "tpu".
-      definition: what "reference" does with each token; `delta_step` if it is None.
+      definition: what "reference" does with each token, such as `delta_step` of qwen3_5/model.py.
 
     Returns the states, and what each token reads, float32 [B, T, K, G, V]. ValueError if the named
     kernel does not take these arrays.
@@ -51,7 +50,7 @@ def delta_rule(
     if not 0 < kept <= T or (kept < T and T > CHUNK):
         raise ValueError(f"kept={kept} is not {T}, nor a part of at most {CHUNK} tokens")
     blocked = partial(delta_rule_blocked, kept=kept)
-    reference = partial(delta_rule_reference, kept=kept, definition=definition or delta_step)
+    reference = partial(delta_rule_reference, kept=kept, definition=definition)
     plain = dict(reference=reference, blocked=blocked, gpu=blocked)
 
     def kernels() -> dict[str, Kernel]:
@@ -60,14 +59,6 @@ def delta_rule(
         return dict(tpu=Kernel("tpu", partial(tpu.delta_rule_tpu, kept=kept), tpu.unsupported(S)))
 
     return choose(implementation, plain, kernels)(S, x)
-
-
-def delta_step(S: Array, x: Tokens) -> tuple[Array, Array]:
-    """The definition: one token of one slot changes the state and reads it."""
-    S = S * jnp.exp(x.decay)[..., None, None]
-    error = x.v - jnp.einsum("kghv,kh->kgv", S, x.k)
-    S = S + jnp.einsum("kh,kgv->kghv", x.k, error * x.strength[..., None])
-    return S, jnp.einsum("kghv,kh->kgv", S, x.q)
 
 
 @jax.default_matmul_precision("highest")
