@@ -94,6 +94,8 @@ CASES = [
     Case(64, 2, 3, 1, S=384, v_dim=64, row=128, sinks=True),
     Case(64, 2, 2, 8, S=384, v_dim=64, row=128, dtype=BF16, cache=BF16, starts="window"),
     Case(64, 1, 4, 3, S=384, v_dim=48, row=128, cache=INT8, starts="window", sinks=True),
+    Case(64, 4, 3, 3, S=384, v_dim=64, row=128, cache=INT8, starts="window", sinks=True),
+    Case(64, 2, 8, 1, S=384, v_dim=64, row=128, dtype=BF16, cache=FP8, starts="slot"),
     Case(40, 2, 3, 3, S=384, v_dim=56, row=80, dtype=BF16, cache=FP8, starts="slot"),
 ]
 
@@ -126,7 +128,11 @@ def test_neither_do_parts_of_a_cache_with_lengths_below_0_and_above_them(capfd):
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("blocks", [(128, 2), (128, 16), (256, 2), (256, 3), (384, 2)], ids=str)
+@pytest.mark.parametrize(
+    "blocks",
+    [(128, 2), (128, 16), (256, 2, 2), (256, 3), (384, 2), (128, 2, 4, 3), (256, 1, 8, 9)],
+    ids=str,
+)
 def test_the_sizes_of_blocks_and_ring_change_nothing(blocks):
     """Blocks of 256 do not divide the capacity: the last one overlaps the one before it."""
     case = Case(40, 2, 3, 5, S=384, sinks=True, cache=INT8)

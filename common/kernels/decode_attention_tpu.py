@@ -9,6 +9,12 @@ slot, the blocks that hold a position which some query sees. The kernel copies t
 into a ring of buffers in VMEM, across slots. It copies no other block, and none twice. An empty
 slot costs only the zeros of its output.
 
+Steps: in one block, each operation waits for the one before it: scores, maximum, exponentials,
+values. So a step takes several blocks, of one slot or of many: first the scores of all of them,
+then their softmax and values. No branch divides a step, so the compiler moves the work of one block
+into the waits of another, and starts the next copies meanwhile. Masks are data; in a block that is
+partly filled, zeros are first written over the values past the length.
+
 Layout: a TPU stores the last two dimensions in tiles of 8 x 128, and its compiler orders these two
 dimensions so that the tiles waste less. So heads of 64, 80, 96 or 576 numbers are stored with the
 positions last, and heads of 128 or 256 with the head dimension last. The kernel takes either order;
@@ -16,12 +22,15 @@ positions last, and heads of 128 or 256 with the head dimension last. The kernel
 stored in the other order, the compiler copies it, and the result is the same.
 
 Shared rows: if a row of the cache holds values and keys, q is padded with zeros in front, and
-multiplied by whole rows. The matrix unit takes as long for half a row of 128 as for all of it.
+multiplied by whole rows. The matrix unit takes as long for half a row of 128 as for all of it. Its
+time goes into loading rows, and one-byte caches of [value 64 | key 64] arrive faster than that. So
+there, the rows of two heads are first made into rows of both their values, and of both their keys.
 
-Grid: the slots, one after the other on one core. If a device has two cores, the other one is idle.
+Grid: as many slots at a time as fit on the chip, on one core. A second core is idle.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,17 +41,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from common.kernels.shapes import heads_of_rows, rows_by_head, value_width
-from common.kernels.softmax import NEG_INF, normalized, online_softmax
+from common.kernels.softmax import NEG_INF, normalized
 from common.kernels.varying import vary_like
 
 LANES, SUBLANES = 128, 8
+LN2 = math.log(2)
+MASKED = 2 * NEG_INF  # the score of a masked position; scores are in base 2, for exp2
 MAX_BLOCK = 512  # positions; on average, a slot reads half a block beyond its length
+SMALL_BLOCK = 1 << 18  # bytes; a block with fewer may have more positions
 BLOCK_BYTES = 1 << 20  # of keys and values in a block
+STEP_BYTES = 5 << 19  # of the blocks of a step
+MAX_CHAINS = 8
 RING_BYTES = 4 << 20  # of copies in flight: 1 us at 4 TB/s
 SCORE_BYTES = 1 << 20  # of a block's float32 scores; a few copies of them are live at once
-VMEM_BYTES = 13 << 20  # for the ring, queries, scores and sums
+SLOT_BYTES = 4 << 20  # of the queries, sums and outputs of slots
+VMEM_BYTES = 17 << 20  # for these, the ring and scores
 VMEM_LIMIT = 24 << 20  # for these and the compiler's temporaries
-MAX_STAGES = 32
 MAX_ITEMS = 1 << 17  # in a BlockList; they take 512 KiB of SMEM
 CACHE_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 
@@ -51,21 +65,26 @@ class BlockList(NamedTuple):
     """The blocks to read, in the order of reading. Item i is for slot b = slot[i], and is its block
     first_B[b] + i - begin_B[b]."""
 
-    slot: Array  # int32 [B * blocks of a slot]; items from begin_B[B] on are unused
+    slot: Array  # int32, at least B * blocks of a slot; items from begin_B[B] on are unused
     begin_B: Array  # int32 [B + 1]: slot b has the items begin_B[b] to begin_B[b + 1] - 1
     first_B: Array  # int32 [B]: the first block that a slot reads
 
 
-def list_blocks(lengths_B: Array, starts_BT: Array, S: int, block: int) -> BlockList:
-    """The blocks of the positions below S that some query sees."""
-    B, start_B = len(lengths_B), jnp.maximum(starts_BT.min(1), 0)
+def list_blocks(
+    lengths_B: Array, starts_BT: Array, S: int, block: int, slots: int = 1, chains: int = 1
+) -> BlockList:
+    """The blocks of the positions below S that some query sees. Each group of `slots` slots has a
+    multiple of `chains` items: its last slot gets some that begin past its end, which are not read.
+    """
+    B, start_B, blocks = len(lengths_B), jnp.maximum(starts_BT.min(1), 0), -(-S // block)
     filled_B = jnp.minimum(lengths_B, S)
-    first_B = start_B // block
-    count_B = jnp.where(start_B < filled_B, -(-filled_B // block) - first_B, 0)
-    end_B = jnp.cumsum(count_B)
-    item = jnp.arange(B * -(-S // block))
+    some_B, first_B = start_B < filled_B, start_B // block
+    count_GB = jnp.where(some_B, -(-filled_B // block) - first_B, 0).reshape(-1, slots)
+    end_B = jnp.cumsum(count_GB.at[:, -1].add(-count_GB.sum(1) % chains))
+    item = jnp.arange(B * blocks + B // slots * (chains - 1))
     slot = jnp.count_nonzero(item[:, None] >= end_B, axis=1)
     begin_B = jnp.concatenate([jnp.zeros(1, end_B.dtype), end_B])
+    first_B = jnp.where(some_B, first_B, blocks)
     return BlockList(*(x.astype(jnp.int32) for x in (slot, begin_B, first_B)))
 
 
@@ -79,33 +98,46 @@ def _tiles(rows: int, columns: int) -> int:
 
 
 class RingSizes(NamedTuple):
-    """The sizes of a block and of the ring."""
+    """The sizes of a block, of a step and of the ring."""
 
     block: int  # positions
-    stages: int  # blocks that the ring holds
+    stages: int  # steps whose blocks the ring holds
+    chains: int = 1  # blocks in a step
+    slots: int = 1  # in a step of the grid
 
 
 def ring_sizes(
     q: Any, k: Any, v: Any, v_dim: int | None = None, wraps: bool = False
 ) -> RingSizes | None:
-    """Returns the largest blocks and the longest ring within the bounds above; None if none fit.
+    """Returns the largest blocks and steps within the bounds above; None if none fit.
 
     If S is a multiple of 128, blocks are too; the last one may begin early and overlap the one
     before it, unless the cache wraps: then blocks divide S. Otherwise, one block is all of S.
     """
-    (_, T, N, _), (_, K, S, W) = q.shape, k.shape
+    (B, T, N, _), (_, K, S, W) = q.shape, k.shape
     rows, Hv = K * pl.cdiv(T * N // K, SUBLANES) * SUBLANES, value_width(v, v_dim)
     position = K * sum(x.shape[3] * x.dtype.itemsize for x in (k, v) if x is not None)
-    largest = min(MAX_BLOCK, BLOCK_BYTES // position, SCORE_BYTES // (4 * rows))
+    most = max(MAX_BLOCK, SMALL_BLOCK // position)
+    largest = min(most, BLOCK_BYTES // position, SCORE_BYTES // (4 * rows))
     lanes = max(min(largest, S) // LANES, 1)
     if wraps:
         lanes = next(n for n in range(lanes, 0, -1) if S // LANES % n == 0)
     block = S if S % LANES else lanes * LANES
-    per_slot = rows * (4 * Hv + 2 * q.dtype.itemsize * (W + Hv))
-    scores = 3 * 4 * rows * block  # the scores, their exponentials and the mask
-    stage, spare = position * block, VMEM_BYTES - per_slot - scores
-    stages = min(max(RING_BYTES // stage, 2), spare // stage, MAX_STAGES)
-    return RingSizes(block, stages) if stages >= 2 else None
+    per_slot = rows * (4 * (Hv + 2 * columns_of(block)) + 2 * q.dtype.itemsize * (W + Hv))
+    slots = max(n for n in range(1, B + 1) if B % n == 0 and (n == 1 or n * per_slot <= SLOT_BYTES))
+    for chains in (n for n in (8, 4, 2, 1) if n * position * block <= STEP_BYTES or n == 1):
+        step, scores = chains * position * block, 3 * 4 * chains * rows * block  # and p, and mask
+        spare = VMEM_BYTES - slots * per_slot - scores
+        if spare >= 2 * step:
+            stages = min(max(-(-RING_BYTES // step), 2), spare // step)
+            return RingSizes(block, stages, chains, slots)
+    return None
+
+
+def columns_of(block: int) -> int:
+    """In how many columns a row's running maximum and total are kept: as many as fill a register,
+    so that no number has to be moved from column to column in each block."""
+    return block if block % LANES else LANES
 
 
 def unsupported_dtype(q: Any, k: Any) -> str | None:
@@ -138,7 +170,7 @@ def unsupported(
             f"no block of a cache {list(k.shape)} with {q.shape[1:3]} queries fits on the chip for "
             "the TPU kernel: the capacity should be a multiple of 128"
         )
-    items = len(q) * -(-k.shape[2] // sizes.block) * (2 if wraps else 1)
+    items = len(q) * (-(-k.shape[2] // sizes.block) * (2 if wraps else 1) + sizes.chains - 1)
     if items > MAX_ITEMS:
         return f"the TPU kernel takes a cache of at most {MAX_ITEMS} blocks, not {items}"
     return None
@@ -150,136 +182,198 @@ class Static(NamedTuple):
     T: int
     G: int
     S: int
-    block: int
-    stages: int
+    sizes: RingSizes
     axes: tuple[int, ...]  # the axis of the positions in each cache array of a slot
     v_dim: int | None
     scale: float
     wraps: bool
+    paired: bool  # rows [value | key] of two heads are made into rows of values, and of keys
 
 
-# ---- inside the kernel: one slot
+# ---- inside the kernel
 
 
-class Edge(NamedTuple):
-    """What is known of a block that some query does not see entirely."""
+class Item(NamedTuple):
+    """A block of the list."""
 
-    at: Array  # its first position
-    length: Array  # positions from here on hold anything
-    seen: Callable[[Array, Array], Array]  # whether a query row sees a position
-
-
-def _begin(i: Array, b: Array, listed: BlockList, c: Static) -> tuple[Array, Any, Any]:
-    """Returns the first position of item i, which is for slot b, the first position copied, and its
-    place in the cache."""
-    first = (listed.first_B[b] + i - listed.begin_B[b]) * c.block
-    at = first if c.wraps else jnp.minimum(first, c.S - c.block)
-    if c.block == c.S:  # the compiler must see that a slice of, say, 77 positions is all of 77
-        return first, at, 0
-    return first, at, pl.multiple_of(lax.rem(at, c.S) if c.wraps else at, LANES)
+    b: Array  # its slot
+    first: Array  # the first position that it is read for
+    at: Array  # the first position in it
+    length: Array  # of the slot
+    there: Array  # whether it is read; if not, it begins past the end
 
 
 def _kernel(*refs: Any, static: Static) -> None:
-    """Attends for one slot. Inputs: the BlockList, lengths [B] and starts [B * T]; q [1, K, R, W],
-    sink [K, R, 1], and the cache's arrays in the order in memory. Outputs: o [1, K, R, Hv] and lse
-    [1, K, R]. Scratch: a ring per array; in float32 m and total [K, R, 1], acc [K, R, Hv]."""
-    c, n = static, len(static.axes)
+    """Attends for `slots` slots. Inputs: the BlockList, lengths [B] and starts [B * T]; q [slots,
+    K, R, W], sink [K, R, 1], and the cache's arrays in the order in memory. Outputs: o [slots, K,
+    R, Hv] and lse [slots, K, R]. Scratch: a ring per array, and a semaphore per stage; in float32 m
+    and total [slots, K, R, columns], acc [slots, K, R, Hv]."""
+    c, (block, stages, chains, slots), n = static, static.sizes, len(static.axes)
     listed, (length_B, start_BT, q, sink), refs = BlockList(*refs[:3]), refs[3:7], refs[7:]
     caches, (o, lse, *ring, arrived, m, total, acc) = refs[:n], refs[n:]
-    own, items = pl.program_id(0), listed.begin_B[pl.num_programs(0)]
+    own, end = pl.program_id(0), 2 * c.S if c.wraps else c.S
+    begin_B, B = listed.begin_B, listed.first_B.shape[0]
+    steps = lax.div(begin_B[B], chains)
 
-    def copies(i: Array) -> Iterator[Any]:
-        b, stage = listed.slot[i], lax.rem(i, c.stages)
-        positions = pl.ds(_begin(i, b, listed, c)[2], c.block)
-        for x, buffer, axis, done in zip(caches, ring, c.axes, range(n), strict=True):
-            window = x.at[(b, *(slice(None),) * axis, positions)]
-            yield pltpu.make_async_copy(window, buffer.at[stage], arrived.at[stage, done])
+    def items(step: Array) -> Iterator[Item]:
+        for i in [step * chains + i for i in range(chains)]:
+            b = listed.slot[i]
+            first = (listed.first_B[b] + i - begin_B[b]) * block
+            at = first if c.wraps else jnp.minimum(first, end - block)
+            yield Item(b, first, at, length_B[b], first < jnp.minimum(length_B[b], end))
 
-    def start(i: Array, _: None = None) -> None:
-        for copy in copies(i):
-            copy.start()
+    def copies(do: str, step: Any, _: None = None) -> None:
+        """Starts the copies of a step, or waits for them. They share a semaphore."""
+        stage = lax.rem(step, stages)
+        for i, x in enumerate(list(items(jnp.minimum(step, steps - 1)))):
+            place: Any = pl.multiple_of(lax.rem(x.at, c.S) if c.wraps else x.at, LANES)
+            if block == c.S:  # the compiler must see that a slice of, say, 77 positions is all
+                place = 0
 
-    @pl.when(own == 0)
+            @pl.when(x.there & (step < steps))
+            def _(x: Item = x, place: Any = place, i: int = i) -> None:
+                for cache, buffer, axis in zip(caches, ring, c.axes, strict=True):
+                    window = cache.at[(x.b, *(slice(None),) * axis, pl.ds(place, block))]
+                    copy = pltpu.make_async_copy(window, buffer.at[stage, i], arrived.at[stage])
+                    getattr(copy, do)()
+
+    @pl.when((own == 0) & (steps > 0))
     def _() -> None:
-        lax.fori_loop(0, jnp.minimum(c.stages - 1, items), start, None)
+        lax.fori_loop(0, jnp.minimum(stages, steps), partial(copies, "start"), None)
+        copies("wait", 0)
 
-    m[...] = sink[...]
-    total[...] = jnp.where(sink[...] > NEG_INF, 1.0, 0.0)  # a sink has a logit, but no value vector
+    m[...] = jnp.broadcast_to(sink[...], m.shape)
+    is_sink = jnp.where(sink[...] > NEG_INF, 1.0 / total.shape[-1], 0.0)
+    total[...] = jnp.broadcast_to(is_sink, total.shape)  # a sink has a logit, but no value vector
     acc[...] = jnp.zeros_like(acc)
-    length = length_B[own]
-    starts = [start_BT[own * c.T + t] for t in range(c.T)]
 
-    def step(i: Array, _: None) -> None:
-        pl.when(i + c.stages - 1 < items)(lambda: start(i + c.stages - 1))
-        for copy in copies(i):
-            copy.wait()
-        stage, (first, at, _) = lax.rem(i, c.stages), _begin(i, own, listed, c)
-        block = [x.at[stage] for x in ring]
-        options: Any = dict(axes=c.axes, v_dim=c.v_dim, scale=c.scale)
-        attend = partial(attend_block, q[0], block, m, total, acc, **options)
-        inside = (at == first) & (at + c.block <= length - c.T + 1)
-        for s in starts:
-            inside &= s <= at
-        edge = Edge(at, length, partial(_seen, first=first, length=length, starts=starts, c=c))
-        pl.when(inside)(attend)
-        pl.when(jnp.logical_not(inside))(partial(attend, edge))
+    def attend(step: Array, _: None) -> None:
+        stage, v = lax.rem(step, stages), 0 if c.v_dim else 1
+        blocks = [(x, [r.at[stage, i] for r in ring]) for i, x in enumerate(items(step))]
+        filled = [jnp.where(x.there, x.length - x.at, 0) for x, _ in blocks]
+        int8 = ring[v].dtype == jnp.int8  # in which nothing is NaN
+        for (_x, arrays), n in zip(blocks, filled, strict=True) if not int8 else ():
+            pl.when(n < block)(partial(_blank, arrays[v], c.axes[v], n))
+        options: Any = dict(axes=c.axes, v_dim=c.v_dim)
+        if c.paired:
+            options = dict(axes=(1, 1), v_dim=None)
+            blocks = [(x, [*_pair(rows), *scales]) for x, (rows, *scales) in blocks]
+        scored = []
+        for x, arrays in blocks:
+            scores = scores_of(q[x.b - own * slots], arrays, scale=c.scale, **options)
+            scored.append(jnp.where(_seen(x, scores.shape, start_BT, c), scores, MASKED))
+        for (x, arrays), n, scores in zip(blocks, filled, scored, strict=True):
+            b = x.b - own * slots
+            p, keep = add_scores(scores, m.at[b], total.at[b])
+            added = values_of(p, arrays, q.dtype, n, stale=False, **options)
+            acc[b] = acc[b] * spread(keep, acc.shape[-1]) + added
+        copies("start", step + stages)
+        copies("wait", step + 1)
 
-    lax.fori_loop(listed.begin_B[own], listed.begin_B[own + 1], step, None)
-    output, log_sum_exp = normalized(m[...], total[...], acc[...])
-    o[0], lse[0] = output.astype(o.dtype), log_sum_exp[..., 0]
+    begin, until = (lax.div(begin_B[i * slots], chains) for i in (own, own + 1))
+    lax.fori_loop(begin, until, attend, None)
+    of_rows = m[..., :1] * LN2, total[...].sum(-1, keepdims=True)
+    output, log_sum_exp = normalized(*of_rows, acc[...])
+    o[...], lse[...] = output.astype(o.dtype), log_sum_exp[..., 0]
 
 
-def attend_block(
-    q_KRW: Array,
-    block: list[Any],
-    m: Any,
-    total: Any,
-    acc: Any,
-    edge: Edge | None = None,
+def _seen(x: Item, shape: tuple[int, ...], start_BT: Any, c: Static) -> Array:
+    """Which query rows see which positions of a block: [1, R, block], or [1, 1, block] if all rows
+    are of the same query."""
+    shape = (1, shape[1] if c.T > 1 else 1, shape[2])
+    row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
+    lower, position, token = start_BT[x.b * c.T], x.at + column, jnp.int32(0)
+    if c.T > 1:
+        token = lax.div(lax.rem(row, shape[1] // 2) if c.paired else row, c.G)
+        for t in range(1, c.T):
+            lower = jnp.where(token < t, lower, start_BT[x.b * c.T + t])
+    return (position >= jnp.maximum(lower, x.first)) & (position <= x.length - c.T + token)
+
+
+def _blank(values: Any, axis: int, filled: Array) -> None:
+    """Writes zeros over all but the first `filled` positions."""
+    values[...] = _known(values[...], axis, filled).astype(values.dtype)
+
+
+def _known(x: Array, axis: int, filled: Array | None) -> Array:
+    """x, with zeros past the first `filled` positions: there it may be NaN, and 0 * NaN is NaN."""
+    if filled is None:
+        return x
+    position = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    return jnp.where(position < filled, x.astype(jnp.float32), 0.0)
+
+
+def _pair(rows: Any) -> tuple[Any, Any]:
+    """Makes rows [K / 2, 2, S, value | key] of pairs of heads into rows of both keys, the second
+    head's first, and of both values. Returns the places of these two."""
+    half = rows.shape[3] // 2
+    a, b = (pltpu.bitcast(rows[:, i], jnp.int32) for i in (0, 1))
+    b, left = pltpu.roll(b, half, 2), lax.broadcasted_iota(jnp.int32, a.shape, 2) < half
+    rows[:, 0] = pltpu.bitcast(jnp.where(left, b, a), rows.dtype)
+    rows[:, 1] = pltpu.bitcast(jnp.where(left, a, b), rows.dtype)
+    return rows.at[:, 0], rows.at[:, 1]
+
+
+def scores_of(
+    q_KRW: Array, arrays: Any, *, axes: tuple[int, ...], v_dim: int | None, scale: float
+) -> Array:
+    """The scores [K, R, S] of a block of the cache's arrays, in base 2: exp2 makes them
+    exponentials."""
+    k, scales = arrays[0], arrays[1 if v_dim else 2 :]
+    scores = dot_by_head(q_KRW, k[...].astype(q_KRW.dtype), 3 - axes[0])
+    if not scales:
+        return scores * (scale / LN2)
+    return scores * _of_rows(scales[0][...] * (scale / LN2), scores.shape)
+
+
+def add_scores(scores: Array, m: Any, total: Any) -> tuple[Array, Array]:
+    """Adds scores to the online softmax. m and total are references to [K, R, columns]: m has the
+    same number in all columns, and total a part of the sum in each. Returns the exponentials, and
+    by what earlier sums are multiplied."""
+    before, S, columns = m[...], scores.shape[-1], total.shape[-1]
+    m[...] = after = jnp.maximum(before, scores.max(-1, keepdims=True))
+    keep, p = jnp.exp2(before - after), jnp.exp2(scores - spread(after, S))
+    total[...] = total[...] * keep + sum(p[..., i : i + columns] for i in range(0, S, columns))
+    return p, keep
+
+
+def values_of(
+    p: Array,
+    arrays: Any,
+    dtype: Any,
+    filled: Array | None = None,
     *,
     axes: tuple[int, ...],
     v_dim: int | None,
-    scale: float,
-) -> None:
-    """Adds a block of the cache's arrays to the online softmax. Without an `edge`, every query sees
-    the whole block. The other arguments are those of `_kernel` and `Static`."""
-    dtype = q_KRW.dtype
-    k, *rest = (x[...] for x in block)
-    k_axis = v_axis = axes[0]
-    if v_dim is None:
-        (v, *rest), v_axis = rest, axes[1]
-    else:
-        v = k[..., :v_dim] if v_axis == 1 else k[:, :v_dim]
-    scores = dot_by_head(q_KRW, k.astype(dtype), 3 - k_axis)
-    scores = scores * (rest[0] * scale)[:, None] if rest else scores * scale
-    if edge:
-        row, column = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) for axis in (1, 2))
-        scores = jnp.where(edge.seen(row, edge.at + column), scores, NEG_INF)
-    m[...], total[...], keep, p = online_softmax(m[...], total[...], scores)
-
-    def filled(x: Array, axis: int) -> Array:
-        """x, with zeros past the length: stale numbers may be NaN, and 0 * NaN is NaN."""
-        if edge is None:
-            return x
-        position = edge.at + lax.broadcasted_iota(jnp.int32, x.shape, axis)
-        return jnp.where(position < edge.length, x.astype(jnp.float32), 0.0)
-
-    if rest:
-        p = p * filled(rest[-1][:, None], 2)
-    if v.dtype != jnp.int8:
-        v = filled(v, v_axis)
-    acc[...] = acc[...] * keep + dot_by_head(p.astype(dtype), v.astype(dtype), v_axis)
-
-
-def _seen(
-    row: Array, position: Array, first: Array, length: Array, starts: list[Array], c: Static
+    stale: bool,
 ) -> Array:
-    """Whether a query row sees a position of the block that begins at `first`."""
-    token = lax.div(row, c.G)
-    lower = jnp.full_like(token, starts[0])
-    for t in range(1, c.T):
-        lower = jnp.where(token == t, starts[t], lower)
-    return (position >= jnp.maximum(lower, first)) & (position <= length - c.T + token)
+    """The sum [K, R, Hv] of the values of a block, multiplied by p [K, R, S]. Positions from
+    `filled` on may hold anything; values only if they are `stale`."""
+    v, *scales = arrays if v_dim else arrays[1:]
+    v, axis = v[...], axes[0 if v_dim else 1]
+    if v_dim:
+        v = v[..., :v_dim] if axis == 1 else v[:, :v_dim]
+    if scales:
+        p = p * _of_rows(_known(scales[-1][...], 1, filled), p.shape)
+    if stale and v.dtype != jnp.int8:
+        v = _known(v, axis, filled)
+    return dot_by_head(p.astype(dtype), v.astype(dtype), axis)
+
+
+def _of_rows(scale_KS: Array, shape: tuple[int, ...]) -> Array:
+    """A scale for each row of each head, or of each pair of heads."""
+    K, (heads, R, S) = len(scale_KS), shape
+    return jnp.broadcast_to(scale_KS[:, None], (K, R * heads // K, S)).reshape(shape)
+
+
+def spread(x: Array, columns: int) -> Array:
+    """Returns as many columns of x, whose columns are all the same."""
+    have = x.shape[-1]
+    if columns <= have:
+        return x[..., :columns]
+    if columns % have == 0:
+        return jnp.concatenate([x] * (columns // have), -1)
+    return jnp.broadcast_to(x[..., :1], (*x.shape[:-1], columns))
 
 
 def dot_by_head(x: Array, y: Array, axis: int) -> Array:
@@ -318,26 +412,36 @@ def decode_attention_tpu(
     sizes = sizes or ring_sizes(q_BTNH, k_BKSH, v_BKSH, v_dim, wraps)
     if reason or sizes is None:
         raise ValueError(reason)
-    (T, N, H), (K, S, W) = q_BTNH.shape[1:], k_BKSH.shape[1:]
+    (B, T, N, H), (K, S, W) = q_BTNH.shape, k_BKSH.shape[1:]
     R = T * (N // K)
 
     def padded_rows(x_BTNH: Array) -> Array:
         x_BKRH = rows_by_head(x_BTNH, K)
         return jnp.pad(x_BKRH, ((0, 0), (0, 0), (0, -R % SUBLANES), (0, 0)))
 
-    q_BTNW = jnp.pad(q_BTNH, ((0, 0), (0, 0), (0, 0), (W - H, 0)))
-    sinks_N = jnp.full(N, NEG_INF) if sinks_N is None else sinks_N.astype(jnp.float32)
+    q_BKRW = padded_rows(jnp.pad(q_BTNH, ((0, 0), (0, 0), (0, 0), (W - H, 0))))
+    sinks_N = jnp.full(N, MASKED) if sinks_N is None else sinks_N.astype(jnp.float32) / LN2
     sink_KR1 = padded_rows(jnp.broadcast_to(sinks_N[:, None], (1, T, N, 1)))[0]
     rows = [x for x in (k_BKSH, v_BKSH) if x is not None]
     scales = [x for x in (k_scale_BKS, v_scale_BKS) if x is not None]
     axes = [2 if positions_last(S, x.shape[3]) else 1 for x in rows] + [1 for _ in scales]
     caches = [x.swapaxes(2, 3) if a == 2 else x for x, a in zip(rows, axes, strict=False)]
-    static = Static(T, N // K, S, *sizes, tuple(axes), v_dim, scale, wraps)
-    starts = starts_BT.astype(jnp.int32).reshape(-1)
-    listed = list_blocks(lengths_B, starts_BT, 2 * S if wraps else S, static.block)
+    paired = H == v_dim == W // 2 == LANES // 2 and axes[0] == 1 and not (K % 2 or S % LANES)
+    paired = paired and k_BKSH.dtype.itemsize == 1
+    second = jnp.arange(K)[:, None, None] % 2 == 1  # of a pair; its keys come first
+    if paired:
+        q_BKRW = jnp.where(second, jnp.roll(q_BKRW, H, -1), q_BKRW).reshape(B, K // 2, -1, W)
+        sink_KR1 = sink_KR1.reshape(K // 2, -1, 1)
+        axes[0], caches = 2, [k_BKSH.reshape(B, K // 2, 2, S, W)]
+    static = Static(T, N // K, S, sizes, tuple(axes), v_dim, scale, wraps, paired)
+    starts, (block, _, chains, slots) = starts_BT.astype(jnp.int32).reshape(-1), sizes
+    listed = list_blocks(lengths_B, starts_BT, 2 * S if wraps else S, block, slots, chains)
     scalars = (*listed, lengths_B.astype(jnp.int32), starts)
-    Hv = value_width(v_BKSH, v_dim)
-    o, lse = _call(scalars, padded_rows(q_BTNW), sink_KR1, caches + scales, Hv, static, interpret)
+    Hv = W if paired else value_width(v_BKSH, v_dim)
+    o, lse = _call(scalars, q_BKRW, sink_KR1, caches + scales, Hv, static, interpret)
+    if paired:
+        o, lse = o.reshape(B, K, -1, W), lse.reshape(B, K, -1)
+        o = jnp.where(second, jnp.roll(o, H, -1), o)[..., :H]
     return heads_of_rows(o[:, :, :R], T), heads_of_rows(lse[:, :, :R, None], T)[..., 0]
 
 
@@ -350,36 +454,40 @@ def _call(
     static: Static,
     interpret: Any,
 ) -> Any:
-    (B, K, R, W), c = q_BKRW.shape, static
+    (B, K, R, W), c, sizes = q_BKRW.shape, static, static.sizes
     if not interpret:  # otherwise the compiler copies the whole cache into VMEM first, if it fits
         caches = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in caches]
     q_BKRW = vary_like(q_BKRW, *scalars, sink_KR1, *caches)
     out = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q_BKRW).manual_axis_type)
 
     def per_slot(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, *shape), lambda b, *_: (b, *(0 for _ in shape)))
+        return pl.BlockSpec((sizes.slots, *shape), lambda b, *_: (b, *(0 for _ in shape)))
 
+    columns, held = columns_of(sizes.block), (sizes.stages, sizes.chains)
     ring = [
-        pltpu.VMEM((c.stages, *x.shape[1 : a + 1], c.block, *x.shape[a + 2 :]), x.dtype)
+        pltpu.VMEM((*held, *x.shape[1 : a + 1], sizes.block, *x.shape[a + 2 :]), x.dtype)
         for x, a in zip(caches, c.axes, strict=True)
     ]
-    sums = [pltpu.VMEM((K, R, width), jnp.float32) for width in (1, 1, Hv)]
+    sums = [pltpu.VMEM((sizes.slots, K, R, n), jnp.float32) for n in (columns, columns, Hv)]
     return pl.pallas_call(
         partial(_kernel, static=c),
         out_shape=(out((B, K, R, Hv), q_BKRW.dtype), out((B, K, R), jnp.float32)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(B,),
+            grid=(B // sizes.slots,),
             in_specs=[
                 per_slot(K, R, W),
                 pl.BlockSpec((K, R, 1), lambda b, *_: (0, 0, 0)),
                 *(pl.BlockSpec(memory_space=pl.ANY) for _ in caches),
             ],
             out_specs=(per_slot(K, R, Hv), per_slot(K, R)),
-            scratch_shapes=[*ring, pltpu.SemaphoreType.DMA((c.stages, len(caches))), *sums],
+            scratch_shapes=[*ring, pltpu.SemaphoreType.DMA((sizes.stages,)), *sums],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_LIMIT
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=VMEM_LIMIT,
+            disable_bounds_checks=True,  # the interpreter checks them, and they take longer than
+            disable_semaphore_checks=True,  # the copies themselves
         ),
         cost_estimate=pl.CostEstimate(  # for a full cache
             flops=2 * B * K * c.T * c.G * c.S * (W + Hv),

@@ -24,11 +24,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from common.kernels.decode_attention_tpu import (
     LANES,
-    Edge,
-    attend_block,
+    LN2,
+    MASKED,
+    add_scores,
+    columns_of,
     dot_by_head,
     positions_last,
+    scores_of,
+    spread,
     unsupported_dtype,
+    values_of,
 )
 from common.kernels.shapes import heads_of_rows, rows_by_head, value_width
 from common.kernels.softmax import NEG_INF, normalized
@@ -128,7 +133,7 @@ def prefill_attention_tpu(
     end = 2 * S if wraps else S
     c = Static(T, G, end, queries, block, tuple(axes), v_dim, scale, window, chunk)
     q_BTNW = jnp.pad(q_BTNH, ((0, 0), (0, -T % queries), (0, 0), (0 if made_by else W - H, 0)))
-    sinks_N = jnp.full(N, NEG_INF) if sinks_N is None else sinks_N.astype(jnp.float32)
+    sinks_N = jnp.full(N, MASKED) if sinks_N is None else sinks_N.astype(jnp.float32) / LN2
     sink_KR1 = jnp.tile(sinks_N.reshape(K, G), (1, queries))[..., None]
     scalars = tuple(x.astype(jnp.int32) for x in (*seen_blocks(lengths_B, c), lengths_B))
     Hv = made_by[1].shape[2] if made_by else value_width(v_BKSH, v_dim)
@@ -151,8 +156,9 @@ def _kernel(*refs: Any, static: Static) -> None:
 
     @pl.when(i == 0)
     def _() -> None:
-        m[...] = sink[...]
-        total[...] = jnp.where(sink[...] > NEG_INF, 1.0, 0.0)
+        m[...] = jnp.broadcast_to(sink[...], m.shape)
+        is_sink = jnp.where(sink[...] > NEG_INF, 1.0 / total.shape[-1], 0.0)
+        total[...] = jnp.broadcast_to(is_sink, total.shape)
         acc[...] = jnp.zeros_like(acc)
 
     at, length = (seen.first_BJ[b, j] + i) * c.block, jnp.minimum(length_B[b], c.end)
@@ -163,26 +169,33 @@ def _kernel(*refs: Any, static: Static) -> None:
         own = begin + lax.div(row, c.G)
         return (position >= first(own)) & (position <= own) & (position < length)
 
-    def attend(edge: Edge | None = None) -> None:
+    def attend(edge: bool) -> None:
         own = 0 if made_by else head
         block = [x[0, pl.ds(own, 1)] if len(x.shape) == 3 else x[0] for x in caches]
         if made_by:
             row, *rest = block
             block = [dot_by_head(row.astype(q.dtype), w[...], 1).astype(q.dtype) for w in made_by]
             block += rest
-        axes = (1, 1) if made_by else c.axes
-        options: Any = dict(axes=axes, v_dim=c.v_dim, scale=c.scale)
-        attend_block(q[0], block, m, total, acc, edge, **options)
+        options: Any = dict(axes=(1, 1) if made_by else c.axes, v_dim=c.v_dim)
+        scores = scores_of(q[0], block, scale=c.scale, **options)
+        if edge:
+            row, column = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) for axis in (1, 2))
+            scores = jnp.where(sees(row, at + column), scores, MASKED)
+        p, keep = add_scores(scores, m, total)
+        filled = length - at if edge else None
+        added = values_of(p, block, q.dtype, filled, stale=True, **options)
+        acc[...] = acc[...] * spread(keep, acc.shape[-1]) + added
 
     # The first query sees the last position of the block, and the last query the first one.
     inside = (at + c.block <= jnp.minimum(begin + 1, length)) & (first(begin + c.queries - 1) <= at)
     there = i < seen.count_BJ[b, j]
-    pl.when(there & inside)(attend)
-    pl.when(there & jnp.logical_not(inside))(partial(attend, Edge(at, length, sees)))
+    pl.when(there & inside)(partial(attend, False))
+    pl.when(there & jnp.logical_not(inside))(partial(attend, True))
 
     @pl.when(i == pl.num_programs(3) - 1)
     def _() -> None:
-        output, log_sum_exp = normalized(m[...], total[...], acc[...])
+        of_rows = m[..., :1] * LN2, total[...].sum(-1, keepdims=True)
+        output, log_sum_exp = normalized(*of_rows, acc[...])
         o[0], lse[0] = output.astype(o.dtype), log_sum_exp
 
 
@@ -217,7 +230,7 @@ def _call(
         rest[axis - 1] = c.block
         return pl.BlockSpec((1, heads if x.ndim == 3 else 1, *rest), place)
 
-    steps = jnp.maximum(scalars[1].max(), 1)
+    steps, columns = jnp.maximum(scalars[1].max(), 1), columns_of(c.block)
     return pl.pallas_call(
         partial(_kernel, static=c),
         out_shape=(out((B, K, all_rows, Hv), q_BKRW.dtype), out((B, K, all_rows, 1), jnp.float32)),
@@ -230,7 +243,7 @@ def _call(
                 *(positions(x, axis) for x, axis in zip(caches, c.axes, strict=True)),
             ],
             out_specs=tuple(pl.BlockSpec((1, 1, R, width), queries) for width in (Hv, 1)),
-            scratch_shapes=[pltpu.VMEM((1, R, width), jnp.float32) for width in (1, 1, Hv)],
+            scratch_shapes=[pltpu.VMEM((1, R, n), jnp.float32) for n in (columns, columns, Hv)],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
