@@ -177,6 +177,7 @@ def small_rings(monkeypatch):
     monkeypatch.setattr(cache, "APPENDED", 192)
     monkeypatch.setattr(cache, "RING_UNIT", 128)
     monkeypatch.setattr(decode_attention_tpu, "MAX_BLOCK", 128)
+    monkeypatch.setattr(decode_attention_tpu, "SMALL_BLOCK", 0)
     monkeypatch.setattr(prefill_attention_tpu, "BLOCK", 128)
 
 

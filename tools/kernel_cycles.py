@@ -3,6 +3,7 @@ steps of models in 8 and in 4 bits; or of the gated delta rule, with 32 heads of
 
     python -m tools.kernel_cycles [--chip v5e:2x2] [--out 3584] [--in 8192]
     python -m tools.kernel_cycles [--chip v5e:2x2] --delta-rule
+    python -m tools.kernel_cycles [--chip v5e:2x2] --attention
     python -m tools.kernel_cycles --steps [NAME ...]
 
 XLA estimates the cycles of its own operations, but not those of Pallas kernels. So both are counted
@@ -31,8 +32,9 @@ import numpy as np
 
 from common.command.cli import mistakes_on_one_line
 from common.fields import with_layers
+from common.kernels.decode_attention_tpu import decode_attention_tpu, ring_sizes
 from common.kernels.delta_rule import Tokens, delta_rule
-from common.machines.chips import devices_of
+from common.machines.chips import CHIPS, devices_of
 from common.machines.dryrun import dry_run
 from common.machines.hlo import CYCLES, Op, Program, cycles, executed, parse
 from common.machines.mesh_choice import Plan
@@ -134,6 +136,144 @@ def measure_delta_rule(slots: int, tokens: int, kept: int, chip: str, folder: Pa
     return f"{bundles:,} | {moved / 1e6:.1f}"
 
 
+# ---- decode attention
+
+CLOCKS = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}  # from products per second
+CALLS = ((8, 2048), (64, 2048), (8, 32768), (64, 32768))  # slots, and positions that each has
+
+
+class Heads(NamedTuple):
+    """The heads of a cache on one device."""
+
+    K: int
+    G: int
+    H: int  # numbers of a query
+    W: int  # and of a row of the cache
+    v_dim: int | None
+
+
+ATTENTION = {
+    "1 head, G = 4": Heads(1, 4, 128, 128, None),
+    "1 head, G = 8": Heads(1, 8, 128, 128, None),
+    "8 heads, G = 4": Heads(8, 4, 128, 128, None),
+    "4 heads, G = 8": Heads(4, 8, 128, 128, None),
+    "8 heads of 64, [value, key] rows, G = 8": Heads(8, 8, 64, 128, 64),
+    "latents, 128 heads": Heads(1, 128, 640, 640, 512),
+    "latents, 16 heads": Heads(1, 16, 640, 640, 512),
+}
+
+
+class Part(NamedTuple):
+    """Bundles that run one after the other."""
+
+    loops: tuple[int, ...]  # that they are in, the outermost first
+    code: list[str]
+
+    def has(self, operation: str) -> bool:
+        return any(operation in bundle for bundle in self.code)
+
+
+def parts_of(text: str) -> list[Part]:
+    """Cuts the code of one operation at its marks, and behind each branch and the four bundles that
+    run while it is taken. Those of a loop's own branch are not marked as the loop's, but count."""
+    parts: list[Part] = []
+    begun: dict[int, int] = {}  # the loop at each depth
+    before, left, taken = 0, 0, -1
+    for match in filter(None, map(BUNDLE.match, text.splitlines())):
+        tag, marks, code = match.groups()
+        depth = marks.count(">")
+        if tag == "LB":
+            begun = {d: n for d, n in begun.items() if d < depth} | {depth: len(parts)}
+        left = 5 if depth < before else max(left - 1, 0)
+        loops = tuple(
+            n for d, n in sorted(begun.items()) if d <= depth + (left > 0 and tag is None)
+        )
+        if tag or taken == 0 or not parts or parts[-1].loops != loops:
+            parts.append(Part(loops, []))
+        parts[-1].code.append(code)
+        before, taken = depth, 4 if "sbr.rel" in code else taken - 1
+    return parts
+
+
+class Bundles(NamedTuple):
+    """The bundles of decode attention."""
+
+    step: int  # for the blocks of a step
+    zeros: int  # besides, if they are all partly filled
+    ahead: int  # that start the copies of a step, before the first one
+    group: int  # around the steps of the slots that are on the chip at a time
+    once: int
+
+
+def bundles_of_attention(text: str) -> Bundles:
+    """The loop with the products is that over the steps, and what it does besides copying,
+    multiplying and counting is to write zeros. Other loops in the same one copy ahead."""
+    parts = parts_of(text)
+    step = max((part.loops for part in parts if part.has("vmatmul")), key=len)
+    sums = dict.fromkeys(Bundles._fields, 0)
+    for part in parts:
+        kind = "group" if part.loops else "once"
+        if part.loops == step:
+            works = part.has("vmatmul") or part.has("dma.") or not part.has("vst ")
+            kind = "step" if works else "zeros"
+        elif len(part.loops) == len(step):
+            kind = "ahead"
+        sums[kind] += len(part.code)
+    return Bundles(**sums)
+
+
+def measure_attention(
+    heads: Heads, dtype: Any, slots: int, positions: int, chip: str, folder: Path
+) -> tuple[float, float, float]:
+    """Compiles decode attention; the compiler writes into the folder. Returns the bundles of a
+    step over the cycles in which its blocks arrive, or are multiplied, if that takes longer; those
+    outside of steps for a slot; and all of the call, over the same. One block of each slot is
+    partly filled."""
+    mesh, (K, G, H, W, v_dim) = make_mesh(devices=devices_of(chip)[:1]), heads
+    put = partial(jax.ShapeDtypeStruct, sharding=jax.NamedSharding(mesh, P()))
+    q, k = put((slots, 1, K * G, H), jnp.bfloat16), put((slots, K, positions, W), dtype)
+    v = None if v_dim else k
+    scale = put((slots, K, positions), jnp.float32) if dtype == jnp.int8 else None
+    scales = scale, None if v_dim and H == W else scale
+    arrays = q, k, v, put((slots,), jnp.int32), put((slots, 1), jnp.int32), *scales
+    run: Any = partial(decode_attention_tpu, scale=0.1, v_dim=v_dim)
+    run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    for file in folder.iterdir():
+        file.unlink()
+    jax.jit(run).lower(*arrays).compile()
+    (file,) = folder.glob("*ragged_decode_attention*[0-9]-final_bundles.txt")
+    n, sizes = bundles_of_attention(file.read_text(errors="replace")), ring_sizes(q, k, v, v_dim)
+    assert sizes is not None
+    kind = chip.partition(":")[0]
+    arrive = K * W * k.dtype.itemsize * (1 if v_dim else 2) / CHIPS[kind].bandwidth
+    multiply = 2 * K * G * (H + (v_dim or W)) / CHIPS[kind].flops
+    cycles = max(arrive, multiply) * CLOCKS[kind]  # of a position
+    steps = -(-slots * positions // (sizes.block * sizes.chains))
+    around = n.once + n.group * slots // sizes.slots + n.ahead * min(steps, sizes.stages)
+    around += n.zeros * slots // sizes.chains
+    call = (around + steps * n.step) / (slots * positions * cycles)
+    return n.step / (sizes.block * sizes.chains * cycles), around / slots, call
+
+
+def print_attention(chip: str, folder: Path) -> None:
+    """Each cell is for a cache in bf16 / int8."""
+    calls = " | ".join(f"{slots} x {positions:,}" for slots, positions in CALLS)
+    print(f"| cache heads, queries each | block | slot, bundles | {calls} |")
+    print("|---" * (3 + len(CALLS)) + "|")
+    for name, heads in ATTENTION.items():
+        rows = [
+            [measure_attention(heads, dtype, *call, chip, folder) for dtype in ("bfloat16", "int8")]
+            for call in CALLS
+        ]
+        (bf16, int8), *_ = rows
+        cells = [f"{bf16[0]:.2f} / {int8[0]:.2f}", f"{bf16[1]:.0f} / {int8[1]:.0f}"]
+        cells += [f"{bf16[2]:.2f} / {int8[2]:.2f}" for bf16, int8 in rows]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+# ---- whole steps
+
+
 class StepOf(NamedTuple):
     """A model on a slice, and how many layers are compiled: at first, and added to these."""
 
@@ -220,6 +360,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = sorted({row.size for row in STEPS})
     ap.add_argument("--steps", nargs="*", choices=sizes, help="whole steps of these models, or all")
     ap.add_argument("--delta-rule", action="store_true", help="the gated delta rule")
+    ap.add_argument("--attention", action="store_true", help="decode attention")
     args = ap.parse_args(argv)
     if min(args.out, args.n_in) < 1:
         ap.error("--out and --in must be at least 1")
@@ -228,6 +369,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.steps is not None:
             chosen = [row for row in STEPS if not args.steps or row.size in args.steps]
             return print_steps(chosen, Path(folder))
+        if args.attention:
+            return print_attention(args.chip, Path(folder))
         if args.delta_rule:
             print("| delta rule | bundles | MB |\n|---|---|---|")
             for slots, tokens, kept in ((8, 9, 8), (1, 2048, 2048)):

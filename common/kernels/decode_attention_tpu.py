@@ -11,9 +11,9 @@ slot costs only the zeros of its output.
 
 Steps: in one block, each operation waits for the one before it: scores, maximum, exponentials,
 values. So a step takes several blocks, of one slot or of many: first the scores of all of them,
-then their softmax and values. No branch divides a step, so the compiler moves the work of one block
-into the waits of another, and starts the next copies meanwhile. Masks are data; in a block that is
-partly filled, zeros are first written over the values past the length.
+then their softmax and values. No branch divides it, so the compiler moves the work of one block
+into the waits of another, and starts the next copies meanwhile. Masks are data; in a partly filled
+block, zeros are first written over the values past the length.
 
 Layout: a TPU stores the last two dimensions in tiles of 8 x 128, and its compiler orders these two
 dimensions so that the tiles waste less. So heads of 64, 80, 96 or 576 numbers are stored with the
@@ -50,8 +50,7 @@ MASKED = 2 * NEG_INF  # the score of a masked position; scores are in base 2, fo
 MAX_BLOCK = 512  # positions; on average, a slot reads half a block beyond its length
 SMALL_BLOCK = 1 << 18  # bytes; a block with fewer may have more positions
 BLOCK_BYTES = 1 << 20  # of keys and values in a block
-STEP_BYTES = 5 << 19  # of the blocks of a step
-MAX_CHAINS = 8
+STEP_BYTES = 5 << 19  # of the blocks of a step, of which there are at most 8
 RING_BYTES = 4 << 20  # of copies in flight: 1 us at 4 TB/s
 SCORE_BYTES = 1 << 20  # of a block's float32 scores; a few copies of them are live at once
 SLOT_BYTES = 4 << 20  # of the queries, sums and outputs of slots
@@ -73,18 +72,16 @@ class BlockList(NamedTuple):
 def list_blocks(
     lengths_B: Array, starts_BT: Array, S: int, block: int, slots: int = 1, chains: int = 1
 ) -> BlockList:
-    """The blocks of the positions below S that some query sees. Each group of `slots` slots has a
-    multiple of `chains` items: its last slot gets some that begin past its end, which are not read.
-    """
+    """The blocks of the positions below S that some query sees. Each `slots` slots have a multiple
+    of `chains` items: the last of them gets some that begin past its end, and are not read."""
     B, start_B, blocks = len(lengths_B), jnp.maximum(starts_BT.min(1), 0), -(-S // block)
     filled_B = jnp.minimum(lengths_B, S)
-    some_B, first_B = start_B < filled_B, start_B // block
-    count_GB = jnp.where(some_B, -(-filled_B // block) - first_B, 0).reshape(-1, slots)
+    first_B = jnp.where(start_B < filled_B, start_B // block, blocks)
+    count_GB = jnp.maximum(-(-filled_B // block) - first_B, 0).reshape(-1, slots)
     end_B = jnp.cumsum(count_GB.at[:, -1].add(-count_GB.sum(1) % chains))
     item = jnp.arange(B * blocks + B // slots * (chains - 1))
     slot = jnp.count_nonzero(item[:, None] >= end_B, axis=1)
     begin_B = jnp.concatenate([jnp.zeros(1, end_B.dtype), end_B])
-    first_B = jnp.where(some_B, first_B, blocks)
     return BlockList(*(x.astype(jnp.int32) for x in (slot, begin_B, first_B)))
 
 
@@ -135,8 +132,7 @@ def ring_sizes(
 
 
 def columns_of(block: int) -> int:
-    """In how many columns a row's running maximum and total are kept: as many as fill a register,
-    so that no number has to be moved from column to column in each block."""
+    """In how many columns a row's maximum and total are kept, so that none moves to another."""
     return block if block % LANES else LANES
 
 
@@ -253,7 +249,11 @@ def _kernel(*refs: Any, static: Static) -> None:
         filled = [jnp.where(x.there, x.length - x.at, 0) for x, _ in blocks]
         int8 = ring[v].dtype == jnp.int8  # in which nothing is NaN
         for (_x, arrays), n in zip(blocks, filled, strict=True) if not int8 else ():
-            pl.when(n < block)(partial(_blank, arrays[v], c.axes[v], n))
+
+            @pl.when(n < block)
+            def _(values: Any = arrays[v], n: Array = n) -> None:
+                values[...] = _known(values[...], c.axes[v], n).astype(values.dtype)
+
         options: Any = dict(axes=c.axes, v_dim=c.v_dim)
         if c.paired:
             options = dict(axes=(1, 1), v_dim=None)
@@ -272,8 +272,7 @@ def _kernel(*refs: Any, static: Static) -> None:
 
     begin, until = (lax.div(begin_B[i * slots], chains) for i in (own, own + 1))
     lax.fori_loop(begin, until, attend, None)
-    of_rows = m[..., :1] * LN2, total[...].sum(-1, keepdims=True)
-    output, log_sum_exp = normalized(*of_rows, acc[...])
+    output, log_sum_exp = normalized(m[..., :1] * LN2, total[...].sum(-1, keepdims=True), acc[...])
     o[...], lse[...] = output.astype(o.dtype), log_sum_exp[..., 0]
 
 
@@ -288,19 +287,6 @@ def _seen(x: Item, shape: tuple[int, ...], start_BT: Any, c: Static) -> Array:
         for t in range(1, c.T):
             lower = jnp.where(token < t, lower, start_BT[x.b * c.T + t])
     return (position >= jnp.maximum(lower, x.first)) & (position <= x.length - c.T + token)
-
-
-def _blank(values: Any, axis: int, filled: Array) -> None:
-    """Writes zeros over all but the first `filled` positions."""
-    values[...] = _known(values[...], axis, filled).astype(values.dtype)
-
-
-def _known(x: Array, axis: int, filled: Array | None) -> Array:
-    """x, with zeros past the first `filled` positions: there it may be NaN, and 0 * NaN is NaN."""
-    if filled is None:
-        return x
-    position = lax.broadcasted_iota(jnp.int32, x.shape, axis)
-    return jnp.where(position < filled, x.astype(jnp.float32), 0.0)
 
 
 def _pair(rows: Any) -> tuple[Any, Any]:
@@ -358,6 +344,20 @@ def values_of(
     if stale and v.dtype != jnp.int8:
         v = _known(v, axis, filled)
     return dot_by_head(p.astype(dtype), v.astype(dtype), axis)
+
+
+def _known(x: Array, axis: int, filled: Array | None) -> Array:
+    """x, with zeros past the first `filled` positions: there it may be NaN, and 0 * NaN is NaN."""
+    if filled is None:
+        return x
+    packed = 4 // x.dtype.itemsize  # numbers that share a word, along the second-last axis
+    if packed == 1 or x.shape[-2] % packed:
+        position = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        return jnp.where(position < filled, x.astype(jnp.float32), 0.0)
+    words, each = pltpu.bitcast(x, jnp.int32), packed if axis == x.ndim - 2 else 1
+    known = filled - each * lax.broadcasted_iota(jnp.int32, (1, *words.shape[1:]), axis)
+    some = (1 << 32 // packed * jnp.maximum(known, 0)) - 1
+    return pltpu.bitcast(words & jnp.where(known < each, some, -1), x.dtype)
 
 
 def _of_rows(scale_KS: Array, shape: tuple[int, ...]) -> Array:
