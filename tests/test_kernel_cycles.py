@@ -1,7 +1,13 @@
 """What tools/kernel_cycles.py counts in machine code."""
 
 from common.machines.hlo import parse
-from tools.kernel_cycles import all_bundles, bundles_of_a_block, count
+from tools.kernel_cycles import (
+    Bundles,
+    all_bundles,
+    bundles_of_a_block,
+    bundles_of_attention,
+    count,
+)
 
 # Three bundles that run once; a loop of 6 rounds, which makes 4 steps; in it one of 3 rounds.
 PROGRAM = """
@@ -57,3 +63,43 @@ def test_a_block_that_all_queries_see_counts_without_the_code_that_it_skips(tmp_
     (tmp_path / "1-prefill_attention.2-3-final_bundles.txt").write_text("\n".join(lines))
     (tmp_path / "1-fusion.2-3-final_bundles.txt").write_text(PROGRAM)
     assert bundles_of_a_block(tmp_path) == 3 + 4 + 100
+
+
+ATTENTION = """
+     0   :  { %1 = dma.hbm_to_smem %2 }
+   0x1 LB: > { %3 = dma.hbm_to_vmem %4 }
+   0x2   : > { %s5 = sadd.s32 1, %s5 }
+   0x3   :  { %6 = sbr.rel (%p7) target = $region1 }
+   0x4   :  {}
+   0x5   :  {}
+   0x6   :  {}
+   0x7   :  {}
+   0x8 PF:  { %8 = vst [vmem:%9] %v10 }
+   0x9 LB: > { %11 = sbr.rel (%p12) target = $region2 }
+   0xa   : > {}
+   0xb   : > {}
+   0xc   : > {}
+   0xd   : > {}
+   0xe   : > { %v13 = vand.u32 %v14, %v15 }
+   0xf   : > { %16 = vst [vmem:%17] %v13 }
+  0x10 PF: > { %18 = vmatmul.mubr.bf16 %v19 }
+  0x11   : > { %20 = vst [vmem:%21] %v22 }
+  0x12   : > { %23 = dma.hbm_to_vmem %24 }
+  0x13   :  { %25 = sbr.rel (%p26) target = $region3 }
+  0x14   :  {}
+  0x15   :  {}
+  0x16   :  {}
+  0x17   :  {}
+  0x18   :  { %27 = vst [vmem:%28] %v29 }
+  0x19   :  { %30 = vst [vmem:%28] %v29 }
+"""
+
+
+def test_decode_attention_counts_by_step_and_the_zeros_of_partly_filled_blocks_apart():
+    """A loop of 2 bundles copies ahead; that over the steps has a branch of 2 bundles, which write
+    zeros. Both loops end with a branch, and the 4 bundles while it is taken."""
+    expected = Bundles(step=5 + 3 + 5, zeros=2, ahead=2 + 5, group=0, once=1 + 1 + 2)
+    assert bundles_of_attention(ATTENTION) == expected
+    inner = ATTENTION.replace(": > {", ": >> {").replace(":  {", ": > {")
+    inner = inner.replace("     0   : > {", "     0 LB: > {")
+    assert bundles_of_attention(inner) == expected._replace(group=4, once=0)
