@@ -1,9 +1,11 @@
 """Counts the cycles of one dense product on a TPU, for each way to store its matrix; or of whole
-steps of models in 8 and in 4 bits; or of the gated delta rule, with 32 heads of 128 x 128.
+steps of models in 8 and in 4 bits; or of the gated delta rule, with 32 heads of 128 x 128; or of
+products by expert, beside the cycles in which their bytes arrive or their products are computed.
 
     python -m tools.kernel_cycles [--chip v5e:2x2] [--out 3584] [--in 8192]
     python -m tools.kernel_cycles [--chip v5e:2x2] --delta-rule
     python -m tools.kernel_cycles [--chip v5e:2x2] --attention
+    python -m tools.kernel_cycles [--chip v5e:2x2] --experts
     python -m tools.kernel_cycles --steps [NAME ...]
 
 XLA estimates the cycles of its own operations, but not those of Pallas kernels. So both are counted
@@ -20,7 +22,7 @@ import importlib
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,14 +36,21 @@ from common.command.cli import mistakes_on_one_line
 from common.fields import with_layers
 from common.kernels.decode_attention_tpu import decode_attention_tpu, ring_sizes
 from common.kernels.delta_rule import Tokens, delta_rule
+from common.kernels.ragged_dot import ragged_dot
+from common.kernels.ragged_dot_tpu import tile_sizes
 from common.machines.chips import CHIPS, devices_of
 from common.machines.dryrun import dry_run
 from common.machines.hlo import CYCLES, Op, Program, cycles, executed, parse
 from common.machines.mesh_choice import Plan
 from common.products import linear
 from common.quant import (
+    FP8_BLOCK,
     INT4_GROUP,
     INT8,
+    MXFP4_GROUP,
+    Fp8,
+    Mxfp4,
+    Rowwise,
     Storage,
     bits_of,
     int4,
@@ -50,6 +59,7 @@ from common.quant import (
 )
 from common.sharding import P, make_mesh, parse_mesh
 
+shaped = jax.ShapeDtypeStruct
 ROWS = (8, 64, 512)
 STORAGES = {
     "bf16": lambda w: w.astype(jnp.bfloat16),
@@ -58,26 +68,54 @@ STORAGES = {
     "int4, groups of 64": partial(quantize_groups, group=64),
     "int4, groups of 32": partial(quantize_groups, group=32),
 }
+# Of products by expert: the published widths, and the ways to store 8 matrices [out, in].
+EXPERTS = {
+    "deepseek-r1 gate": (8, 2048, 7168),
+    "qwen3-235b gate": (8, 1536, 4096),
+    "gpt-oss-120b gate and up": (8, 5760, 2880),
+}
+STACKS: dict[str, Callable[..., Any]] = {
+    "bf16": lambda E, n, k: shaped((E, n, k), jnp.bfloat16),
+    "int8": lambda E, n, k: Rowwise(shaped((E, n, k), jnp.int8), shaped((E, n), jnp.float32)),
+    "fp8": lambda E, n, k: Fp8(
+        shaped((E, n, k), jnp.float8_e4m3fn),
+        shaped((E, -(-n // FP8_BLOCK), -(-k // FP8_BLOCK)), jnp.float32),
+    ),
+    "mxfp4": lambda E, n, k: Mxfp4(
+        shaped((E, n, k // 2), jnp.uint8), shaped((E, n, k // MXFP4_GROUP), jnp.uint8)
+    ),
+    "int4": lambda E, n, k: jax.eval_shape(quantize_groups, shaped((E, n, k), jnp.float32)),
+}
+# Cycles in a second follow from the products in a second: each of a device's matrix units
+# multiplies 128 x 128 or 256 x 256 numbers in a cycle; the newer ones count as two.
+UNITS = {"v5e": 4 * 128**2, "v5p": 8 * 128**2, "v6e": 4 * 256**2, "tpu7x": 4 * 256**2}
 BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?:([A-Z]{2})\s*)?:([\s>]*)\{(.*)")
 NAME = re.compile(r"^\d+-|-\d+-final_bundles.txt$")  # what a file's name has around its operation's
 EXIT = re.compile(r"scmp\.\w+\.s32\.totalorder %\S+, (\d+) /\* loop exit test")
 
 
-def count(text: str) -> int:
-    """Counts the bundles of one operation, in all rounds of its loops. The outermost loop has two
-    rounds more than steps, in which it only waits for the first copy and for the last. A loop of
-    unknown length counts once."""
+def bundles(text: str) -> tuple[list[str], list[int]]:
+    """Returns the bundles of one operation, and how often each runs, as if no branch skipped it.
+    The outermost loop has two rounds more than steps, in which it only waits for the first copy and
+    for the last. A loop of unknown length counts once. A loop may test early in its body whether it
+    ends; it has all bundles that are as deep as its first one."""
     found = [match.groups() for line in text.splitlines() if (match := BUNDLE.match(line))]
-    times, begun = [1] * len(found), dict[int, int]()  # where the loop at each depth begins
-    for i, (tag, marks, body) in enumerate(found):
-        depth = marks.count(">")
-        if tag == "LB":
-            begun[depth] = i
-        if depth in begun and (test := EXIT.search(body)):
-            first = begun.pop(depth)
-            rounds = int(test[1]) if depth > 1 else max(1, int(test[1]) - 2)
-            times[first : i + 1] = [rounds * n for n in times[first : i + 1]]
-    return sum(times)
+    times, begun, depth = [1] * len(found), list[list[int]](), 0  # begun: first bundles and rounds
+    for i, (tag, marks, body) in enumerate([*found, (None, "", "end")]):
+        if not body.startswith("}"):  # an empty bundle has no marks, in whatever loop it is
+            depth = marks.count(">")
+        while len(begun) > depth or (tag == "LB" and len(begun) == depth > 0):
+            first, rounds = begun.pop()
+            times[first:i] = [rounds * n for n in times[first:i]]
+        begun += [[i, 1] for _ in range(depth - len(begun))]
+        if depth and (test := EXIT.search(body)):
+            begun[-1][1] = int(test[1]) if depth > 1 else max(1, int(test[1]) - 2)
+    return [body for *_, body in found], times
+
+
+def count(text: str) -> int:
+    """Counts the bundles of one operation, in all rounds of its loops."""
+    return sum(bundles(text)[1])
 
 
 def ask_for_code(folder: str) -> None:
@@ -116,6 +154,60 @@ def measure(store: Any, rows: int, chip: str, n_out: int, n_in: int, folder: Pat
     bundles = sum(count(file.read_text(errors="replace")) for file in operations)
     stored = sum(x.size * bits_of(x.dtype) for x in jax.tree.leaves(w))
     return f"{bundles:,} | {cycles(program):,} | {stored / 8e6:.1f}"
+
+
+def count_pairs(text: str, share: float) -> int:
+    """Counts the bundles of a ragged dot whose pairs all have rows. It upcasts, if it does, in that
+    share of its steps. This is the first of two parts that branches skip and that are long (a
+    twentieth of all); the other one multiplies."""
+    bodies, times = bundles(text)
+    parts = list[range]()
+    for i, body in enumerate(bodies):
+        if found := re.search(r"sbr\.rel .*?target = \$region(\d+)", body):
+            ends = (j for j in range(i, len(bodies)) if f"empty region {found[1]} " in bodies[j])
+            parts.append(range(i + 1, next(ends, i)))
+    long = [part for part in parts if 10 * sum_of(times, part) >= sum(times) / 2]
+    inner = [a for a in long if not any(b.start in a and a != b for b in long)]
+    upcast = sum_of(times, inner[-2]) if len(inner) > 1 else 0
+    return sum(times) - round((1 - share) * upcast)
+
+
+def sum_of(times: list[int], part: range) -> int:
+    return sum(times[part.start : part.stop])
+
+
+def measure_experts(store: Any, shape: tuple[int, int, int], M: int, chip: str, p: Path) -> str:
+    """Compiles one ragged dot of M rows into the folder p. Returns its cells of the table."""
+    (E, n_out, n_in), kind = shape, chip.split(":")[0]
+    mesh = make_mesh(devices=devices_of(chip)[:1])
+    put = partial(jax.ShapeDtypeStruct, sharding=jax.NamedSharding(mesh, P()))
+    w = jax.tree.map(lambda a: put(a.shape, a.dtype), store(*shape))
+    x, sizes = put((M, n_in), jnp.bfloat16), put((E,), jnp.int32)
+    run = partial(ragged_dot, implementation="tpu")
+    run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    for file in p.iterdir():
+        file.unlink()
+    jax.jit(run).lower(x, w, sizes).compile()
+    (file,) = p.glob("*ragged_dot*[0-9]-final_bundles.txt")
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        tiles = tile_sizes(x, w, x.dtype, x.dtype)
+    share = E / (-(-M // tiles.rows) + min(E, M) - 1) if tiles else 1
+    counted, c = count_pairs(file.read_text(errors="replace"), share), CHIPS[kind]
+    clock = c.flops / (2 * UNITS[kind])
+    arrive = sum(a.size * bits_of(a.dtype) for a in jax.tree.leaves(w)) / 8 / c.bandwidth * clock
+    products = M * n_in * n_out / UNITS[kind]
+    cells = f"{counted:,} | {arrive:,.0f} | {products:,.0f}"
+    return f"{cells} | {counted / max(arrive, products):.2f}"
+
+
+def print_experts(chip: str, folder: Path) -> None:
+    print("| 8 experts, all with rows | stored as | rows | bundles | arrive in | products in | |")
+    print("|---|---|---|---|---|---|---|")
+    for (name, shape), (form, store), M in itertools.product(
+        EXPERTS.items(), STACKS.items(), (16, 64, 2048)
+    ):
+        cells = measure_experts(store, shape, M, chip, folder)
+        print(f"| {name} | {form} | {M} | {cells} |", flush=True)
 
 
 def measure_delta_rule(slots: int, tokens: int, kept: int, chip: str, folder: Path) -> str:
@@ -361,6 +453,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("--steps", nargs="*", choices=sizes, help="whole steps of these models, or all")
     ap.add_argument("--delta-rule", action="store_true", help="the gated delta rule")
     ap.add_argument("--attention", action="store_true", help="decode attention")
+    ap.add_argument("--experts", action="store_true", help="products by expert")
     args = ap.parse_args(argv)
     if min(args.out, args.n_in) < 1:
         ap.error("--out and --in must be at least 1")
@@ -371,6 +464,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             return print_steps(chosen, Path(folder))
         if args.attention:
             return print_attention(args.chip, Path(folder))
+        if args.experts:
+            return print_experts(args.chip, Path(folder))
         if args.delta_rule:
             print("| delta rule | bundles | MB |\n|---|---|---|")
             for slots, tokens, kept in ((8, 9, 8), (1, 2048, 2048)):
