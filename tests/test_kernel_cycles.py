@@ -7,7 +7,6 @@ from tools.kernel_cycles import (
     bundles_of_a_block,
     bundles_of_attention,
     count,
-    count_pairs,
 )
 
 # Three bundles that run once; a loop of 6 rounds, which makes 4 steps; in it one of 3 rounds.
@@ -44,27 +43,6 @@ def test_a_loop_that_tests_early_whether_it_ends_counts_whole_and_so_do_empty_bu
         "0x5   : >> { %p1 = scmp.ge.s32.totalorder %s5, 3 /* loop exit test */ }", "0x5   :  {}"
     )
     assert count(early) == count(PROGRAM) > 3
-
-
-def test_a_ragged_dot_upcasts_in_a_share_of_its_steps():
-    """A loop of 10 steps: 20 bundles if an expert is new, 30 if it has rows, 3 and a branch to
-    each."""
-
-    def part(region, n):
-        branch = f"0x1 : > {{ %1 = sbr.rel (%p1) target = $region{region} }}"
-        end = f"0x1 PF: > {{ nothing }} /* Start/End empty region {region} */"
-        return [branch, *["0x1 : > { vst }"] * n, end]
-
-    test = "0x1 : > { %p = scmp.ge.s32.totalorder %s4, 12 /* loop exit test */ }"
-    begin, whole = (
-        "0x1 LB: > { sbr.rel (%p1) target = $region6 }",
-        "0x1 : > { } /* empty region 6 */",
-    )
-    steps = [begin, *part(7, 20), *part(8, 30), *part(9, 1), whole, test]
-    assert count("\n".join(steps)) == 10 * 60
-    assert count_pairs("\n".join(steps), 1) == 10 * 60
-    assert count_pairs("\n".join(steps), 0.5) == 10 * 60 - 5 * 20
-    assert count_pairs("\n".join(steps).replace("region7", "nowhere"), 0.5) == 10 * 60
 
 
 STEP = """

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from common.kernels import ragged_dot as module
+from common.kernels import ragged_dot_tpu as tpu_module
 from common.kernels.ragged_dot import ragged_dot, row_major
 from common.kernels.ragged_dot_tpu import Pairs, list_pairs, ragged_dot_tpu
 from common.machines.chips import devices_of
@@ -189,6 +190,31 @@ def test_each_row_meets_the_matrix_of_its_expert_and_the_rest_are_zeros(case, im
     assert y.dtype == case.dtype
     assert not np.asarray(y[inputs[2].sum() :]).any()
     assert_close(y, want, rtol=bound(case), what=f"{case} {implementation}")
+
+
+NARROW = [case for case in CASES if case.form in (Rowwise, Fp8, Mxfp4, Grouped)]
+
+
+@pytest.mark.parametrize("generation", [6, 7])
+@pytest.mark.parametrize("case", NARROW, ids=str)
+def test_newer_chips_that_compute_in_other_ways_give_the_same(case, generation, monkeypatch):
+    monkeypatch.setattr(tpu_module, "generation_of_chip", lambda: generation)
+    inputs, want = make(case)
+    y = run(inputs, "tpu")
+    assert_close(y, want, rtol=bound(case), what=f"{case} {generation}")
+
+
+def test_every_4_bit_float_is_exact_with_scales_of_many_magnitudes():
+    """On each kind of chip: a row of x has a single 1, so a product is one weight."""
+    codes = np.arange(256, dtype=np.uint8).reshape(1, 1, 256)
+    scale = np.array([[[3, 30, 90, 126, 127, 128, 150, 200] * 2]], np.uint8)
+    w = jax.tree.map(lambda a: np.repeat(a, 32, 1), Mxfp4(codes, scale))
+    x, want = jnp.eye(512, dtype=BF16), matrices(w)[0].T
+    for generation in (5, 6, 7):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tpu_module, "generation_of_chip", lambda g=generation: g)
+            y = ragged_dot(x, w, np.array([512]), out_dtype=F32, implementation="tpu")
+        np.testing.assert_array_equal(y, want)
 
 
 @pytest.mark.one_in(2)

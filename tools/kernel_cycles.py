@@ -37,7 +37,6 @@ from common.fields import with_layers
 from common.kernels.decode_attention_tpu import decode_attention_tpu, ring_sizes
 from common.kernels.delta_rule import Tokens, delta_rule
 from common.kernels.ragged_dot import ragged_dot
-from common.kernels.ragged_dot_tpu import tile_sizes
 from common.machines.chips import CHIPS, devices_of
 from common.machines.dryrun import dry_run
 from common.machines.hlo import CYCLES, Op, Program, cycles, executed, parse
@@ -94,8 +93,8 @@ NAME = re.compile(r"^\d+-|-\d+-final_bundles.txt$")  # what a file's name has ar
 EXIT = re.compile(r"scmp\.\w+\.s32\.totalorder %\S+, (\d+) /\* loop exit test")
 
 
-def bundles(text: str) -> tuple[list[str], list[int]]:
-    """Returns the bundles of one operation, and how often each runs, as if no branch skipped it.
+def count(text: str) -> int:
+    """Counts the bundles of one operation, in all rounds of its loops, as if no branch skipped any.
     The outermost loop has two rounds more than steps, in which it only waits for the first copy and
     for the last. A loop of unknown length counts once. A loop may test early in its body whether it
     ends; it has all bundles that are as deep as its first one."""
@@ -110,12 +109,7 @@ def bundles(text: str) -> tuple[list[str], list[int]]:
         begun += [[i, 1] for _ in range(depth - len(begun))]
         if depth and (test := EXIT.search(body)):
             begun[-1][1] = int(test[1]) if depth > 1 else max(1, int(test[1]) - 2)
-    return [body for *_, body in found], times
-
-
-def count(text: str) -> int:
-    """Counts the bundles of one operation, in all rounds of its loops."""
-    return sum(bundles(text)[1])
+    return sum(times)
 
 
 def ask_for_code(folder: str) -> None:
@@ -156,26 +150,6 @@ def measure(store: Any, rows: int, chip: str, n_out: int, n_in: int, folder: Pat
     return f"{bundles:,} | {cycles(program):,} | {stored / 8e6:.1f}"
 
 
-def count_pairs(text: str, share: float) -> int:
-    """Counts the bundles of a ragged dot whose pairs all have rows. It upcasts, if it does, in that
-    share of its steps. This is the first of two parts that branches skip and that are long (a
-    twentieth of all); the other one multiplies."""
-    bodies, times = bundles(text)
-    parts = list[range]()
-    for i, body in enumerate(bodies):
-        if found := re.search(r"sbr\.rel .*?target = \$region(\d+)", body):
-            ends = (j for j in range(i, len(bodies)) if f"empty region {found[1]} " in bodies[j])
-            parts.append(range(i + 1, next(ends, i)))
-    long = [part for part in parts if 10 * sum_of(times, part) >= sum(times) / 2]
-    inner = [a for a in long if not any(b.start in a and a != b for b in long)]
-    upcast = sum_of(times, inner[-2]) if len(inner) > 1 else 0
-    return sum(times) - round((1 - share) * upcast)
-
-
-def sum_of(times: list[int], part: range) -> int:
-    return sum(times[part.start : part.stop])
-
-
 def measure_experts(store: Any, shape: tuple[int, int, int], M: int, chip: str, p: Path) -> str:
     """Compiles one ragged dot of M rows into the folder p. Returns its cells of the table."""
     (E, n_out, n_in), kind = shape, chip.split(":")[0]
@@ -189,10 +163,7 @@ def measure_experts(store: Any, shape: tuple[int, int, int], M: int, chip: str, 
         file.unlink()
     jax.jit(run).lower(x, w, sizes).compile()
     (file,) = p.glob("*ragged_dot*[0-9]-final_bundles.txt")
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        tiles = tile_sizes(x, w, x.dtype, x.dtype)
-    share = E / (-(-M // tiles.rows) + min(E, M) - 1) if tiles else 1
-    counted, c = count_pairs(file.read_text(errors="replace"), share), CHIPS[kind]
+    counted, c = count(file.read_text(errors="replace")), CHIPS[kind]
     clock = c.flops / (2 * UNITS[kind])
     arrive = sum(a.size * bits_of(a.dtype) for a in jax.tree.leaves(w)) / 8 / c.bandwidth * clock
     products = M * n_in * n_out / UNITS[kind]
