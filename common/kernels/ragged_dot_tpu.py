@@ -108,7 +108,11 @@ def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSi
     # A tile that holds rows of several experts is multiplied for each. So it should not be high,
     # unless a matrix unit of 256 x 256 would wait for its weights.
     many = MOST_ROWS if E == 1 else MANY_ROWS if generation_of_chip() > 5 else TILE_ROWS[0]
-    for limit in (*((many,) if many * E <= M else ()), *TILE_ROWS):
+    few = TILE_ROWS[-1]
+    limits: tuple[int, ...] = (many, *TILE_ROWS) if many * E <= M else TILE_ROWS
+    if _repeats(w_EOI, few, few) and generation_of_chip() < 6 and few * E >= 2 * M:
+        limits = (few,)  # scales that multiply sums take less time, though each tile has fewer rows
+    for limit in limits:
         rows = M if limit >= M else limit
         column = rows * (2 * jnp.dtype(out_dtype).itemsize + 4)
         column += sum(2 * row(a.dtype, width) for a, width in _tiled(w_EOI))
@@ -121,8 +125,10 @@ def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSi
         return TileSizes(rows, LANES if isinstance(w_EOI, Mxfp4) else n_out)
     most = max(LANES, min(columns, n_out // LANES * LANES, MAX_NUMBERS // n_in // LANES * LANES))
 
+    unit = MXU if generation_of_chip() > 5 else LANES
+
     def cost(columns: int) -> int:
-        multiplied = pl.cdiv(columns, MXU) * MXU * n_in
+        multiplied = pl.cdiv(columns, unit) * unit * n_in
         return pl.cdiv(n_out, columns) * (multiplied + STEP_NUMBERS)
 
     return TileSizes(rows, min(range(most, 0, -LANES), key=cost))
@@ -153,7 +159,8 @@ def _repeats(w_EOI: Matrix, rows: int, M: int) -> int:
     group = _group(w_EOI)
     repeats = max(1, LANES // group) if group else 0
     most = FEW_ROWS if repeats == 1 else MOST_REPEATED
-    return repeats if rows == M and repeats * rows <= most else 0
+    whole = rows == M or rows % SUBLANES == 0
+    return repeats if whole and repeats * rows <= most else 0
 
 
 def _compute_dtype(x_MI: Array, w_EOI: Matrix) -> Any:
@@ -257,7 +264,8 @@ def _specs(form: type, given: Operands, sizes: TileSizes, repeats: int) -> Opera
     columns_of_w = lambda *args: (tile_of_w(*args)[0], 0, tile_of_w(*args)[1])
     whole = lambda n, s, expert, *_: (expert[s], 0, 0)
     eight = lambda n, s, expert, *_: (expert[s] // SUBLANES, n)
-    (planes, M, depth), (E, n_in, width) = given.x.shape, given.w.shape
+    (planes, _, depth), (E, n_in, width) = given.x.shape, given.w.shape
+    rows = pl.cdiv(sizes.rows, SUBLANES) * SUBLANES if repeats else sizes.rows
     vectors = pl.BlockSpec((min(E, SUBLANES), sizes.columns), eight)
     scale = None
     if form is Rowwise:
@@ -270,7 +278,7 @@ def _specs(form: type, given: Operands, sizes: TileSizes, repeats: int) -> Opera
         scale = pl.BlockSpec((1, given.w_scale.shape[1], sizes.columns), columns_of_w)
     grouped = pl.BlockSpec((1, n_in, sizes.columns), columns_of_w)
     return Operands(
-        pl.BlockSpec((planes, M if repeats else sizes.rows, depth), tile_of_x),
+        pl.BlockSpec((planes, rows, depth), tile_of_x),
         grouped if form is Grouped else pl.BlockSpec((1, sizes.columns, width), tile_of_w),
         scale,
         None if given.bias is None else vectors,

@@ -3,7 +3,7 @@
 Narrow weights are widened where they are multiplied, never in memory: while a matrix unit takes in
 weights, the other units have time. What is cheapest depends on the form and on the chip:
 
-- Rowwise: the integers are converted. A tpu7x transposes them while they are narrow.
+- Rowwise: the integers are converted. With few rows, a tpu7x transposes them while they are narrow.
 - Fp8: matrix units multiply bfloat16 by 8-bit floats, so the scales multiply x.
 - Grouped is stored as [I, O], so a scale is a row of vectors. With few rows, the integers are
   multiplied as they are, and the scales multiply the sums of the groups. A product takes 128
@@ -24,12 +24,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Grouped, Mxfp4, Rowwise, e8m0
+from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Grouped, Mxfp4, e8m0
 
 LANES = 128
 E5M2_BIAS = 14  # how much larger it is than that of 4-bit floats
-FP4_BYTES = 512  # of a row that are transposed at a time
-MXU = 256  # rows and columns of the widest matrix unit; columns of x that are multiplied at a time
+AT_ONCE = 1024  # numbers of a column, or bytes of two, that are widened at a time
+MXU = 256  # rows and columns of the widest matrix unit
 FEW_ROWS = 64  # of x: with more, loading weights into a matrix unit is not what takes the time
 
 
@@ -75,7 +75,9 @@ def multiply_tile(
         return _multiply_mxfp4(x, w_0, scale.at[0], dtype)
     if form is Fp8:
         return _multiply_fp8(x_0, w_0, scale.at[0], block, generation > 6 and rows > FEW_ROWS)
-    if form is Rowwise and generation > 6 and rows <= FEW_ROWS:
+    if jnp.issubdtype(w.dtype, jnp.floating):
+        return multiply(x[0], _narrow(w[0], x.dtype))
+    if generation > 6 and rows <= FEW_ROWS:
         return multiply(x[0], w[0].T.astype(x.dtype), 0)
     return multiply(x[0], w[0].astype(x.dtype))
 
@@ -132,23 +134,23 @@ def _multiply_groups(x: Any, w: Any, scale: Any, rows: int) -> Array:
 def _multiply_widened(x: Any, parts: Iterator[tuple[slice, Array, Array]], dtype: Any) -> Array:
     """Multiplies x [rows, I] by a matrix in float32, of which each part has some columns of x, a
     narrow matrix [these, columns], and the scales [groups, columns] that multiply it in `dtype`."""
-    sums = list[Array]()
+    y = jnp.zeros((), jnp.float32)
     for at, w, scale in parts:
         wide = w.astype(dtype).reshape(scale.shape[0], -1, w.shape[1])
         wide = wide * scale.astype(dtype)[:, None]
-        sums.append(multiply(x[:, at], wide.reshape(w.shape).astype(x.dtype), 0))
-    return sum(sums[1:], sums[0])
+        y = y + multiply(x[:, at], wide.reshape(w.shape).astype(x.dtype), 0)
+    return y
 
 
 def _parts_of_groups(w: Any, scale: Any) -> Iterator[tuple[slice, Array, Array]]:
-    return ((at, w[at], some_scales) for at, some_scales in _steps(w, scale, MXU))
+    return ((at, w[at], some_scales) for at, some_scales in _steps(w, scale, AT_ONCE))
 
 
 def _parts_of_fp4(w: Any, scale: Any) -> Iterator[tuple[slice, Array, Array]]:
     """Transposes w [columns, I / 2] while a byte still holds two neighbours: they become rows."""
     power = e8m0(scale[...].astype(jnp.int32)).T
-    for k in range(0, w.shape[1], FP4_BYTES):
-        end = min(k + FP4_BYTES, w.shape[1])
+    for k in range(0, w.shape[1], AT_ONCE):
+        end = min(k + AT_ONCE, w.shape[1])
         codes = pltpu.bitcast(w[:, k:end].T, jnp.float4_e2m1fn)
         some_powers = power[2 * k // MXFP4_GROUP : 2 * end // MXFP4_GROUP]
         yield slice(2 * k, 2 * end), codes, some_powers
@@ -178,18 +180,18 @@ def _multiply_mxfp4(x: Any, w: Any, scale: Any, dtype: Any) -> Array:
     """Multiplies x [2, rows, I / 2] by w [columns, I / 2]: float32 [rows, columns]. 16 bytes share
     one of the scales [columns, I / 32], which multiply in `dtype`."""
     products, (columns, n_bytes) = [], w.shape
-    few = x.shape[1] <= FEW_ROWS
+    few = x.shape[1] <= FEW_ROWS or dtype == jnp.float32
     step = LANES if few else 4 * LANES
     for n in range(0, columns, MXU):
         rows_of_w = slice(n, min(n + MXU, columns))
         exponents = scale[rows_of_w].astype(jnp.int32)
-        power = e8m0(jnp.minimum(exponents + E5M2_BIAS, 255)).astype(dtype)
+        power = e8m0(jnp.minimum(exponents + E5M2_BIAS, 255)).astype(jnp.bfloat16)
         y = jnp.zeros((x.shape[1], rows_of_w.stop - n), jnp.float32)
         for k in range(0, n_bytes, step):
             planes: tuple[list[Array], list[Array]] = [], []
             for i in range(k, min(k + step, n_bytes), LANES):
                 bytes_at = w[rows_of_w, i : min(i + LANES, n_bytes)]
-                spread = _spread(power, i // (MXFP4_GROUP // 2), bytes_at.shape)
+                spread = _spread(power, i // (MXFP4_GROUP // 2), bytes_at.shape).astype(dtype)
                 for wide, plane in zip(planes, _e5m2_planes(bytes_at), strict=True):
                     wide.append((plane.astype(dtype) * spread).astype(x.dtype))
             for p, wide in enumerate(planes):
