@@ -125,7 +125,7 @@ def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSi
         return TileSizes(rows, LANES if isinstance(w_EOI, Mxfp4) else n_out)
     most = max(LANES, min(columns, n_out // LANES * LANES, MAX_NUMBERS // n_in // LANES * LANES))
 
-    unit = MXU if generation_of_chip() > 5 else LANES
+    unit = MXU if generation_of_chip() > 5 and rows > FEW_ROWS else LANES  # multiplied at a time
 
     def cost(columns: int) -> int:
         multiplied = pl.cdiv(columns, unit) * unit * n_in
