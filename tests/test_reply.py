@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from common.command import converse
 from common.command.arguments import parser
 from common.serving.serve import end_of
-from common.serving.session import Event, Work
+from common.serving.session import Event, Stats, Work
 from common.text.chat import thinking_options
 from common.text.grammar import behind_thoughts
 from common.text.reply import (
@@ -149,8 +149,9 @@ def test_a_conversation_remembers_answers_alone(tok, monkeypatch):
     monkeypatch.setattr(converse, "serve", scripted)
     monkeypatch.setattr(converse, "write", written.append)
     monkeypatch.setattr("sys.stdin", io.StringIO("2 + 2?\nSure?\n"))
-    model = SimpleNamespace(tokenizer=tok, sampling={})
-    session = SimpleNamespace(model=model, capacity=1000)
+    config = SimpleNamespace(max_position_embeddings=1000, vocab_size=10**6)
+    model = SimpleNamespace(tokenizer=tok, sampling={}, config=config)
+    session = SimpleNamespace(model=model, capacity=1000, stats=Stats())
     converse.converse(session, options("--chat", "--show-analysis"))
     turn = "<|start|>user<|message|>{}<|end|>"
     first = turn.format("2 + 2?")

@@ -696,7 +696,7 @@ def recorded(slots: int, asks: Asks) -> list[tuple[str, dict[int, int]]]:
         decode(session)
 
     read, decode, number = session_steps.prefill, session_steps.generate, 0
-    llama = load(importlib.import_module("llama3.model"))
+    llama = load(importlib.import_module("llama3.model"), mesh=make_mesh())
     llama = llama._replace(config=llama.config._replace(max_position_embeddings=1024))
     session = start_session(llama, slots, 1024)
     with mock.patch.multiple(session_steps, prefill=prefill, generate=generate):
