@@ -107,6 +107,14 @@ def test_the_kernel_computes_the_formula_whatever_lies_past_the_lengths(case):
     check(case, inputs, *attend(inputs, sizes=RingSizes(128, 3)))
 
 
+JOINED = next(x for x in CASES if x.v_dim == 64 and x.row == 128 and x.cache == INT8)
+
+
+def test_rows_of_two_heads_that_are_joined_are_those_of_each():
+    """Those of values and keys, in one byte a number."""
+    test_the_kernel_computes_the_formula_whatever_lies_past_the_lengths(JOINED)
+
+
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_reads_no_memory_that_nothing_was_copied_to_and_waits_for_every_copy(case, capfd):
