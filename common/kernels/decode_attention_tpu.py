@@ -25,8 +25,7 @@ Shared rows: if a row of the cache holds values and keys, q is padded with zeros
 multiplied by whole rows. The matrix unit takes as long for half a row of 128 as for all of it. Its
 time goes into loading rows, and one-byte caches of [value 64 | key 64] arrive faster than that. So
 there, the rows of two heads are first made into rows of both their values, and of both their keys.
-
-Grid: as many slots at a time as fit on the chip, on one core. A second core is idle.
+A second core of a device is idle.
 """
 
 import math
@@ -78,8 +77,11 @@ def list_blocks(
     filled_B = jnp.minimum(lengths_B, S)
     first_B = jnp.where(start_B < filled_B, start_B // block, blocks)
     count_GB = jnp.maximum(-(-filled_B // block) - first_B, 0).reshape(-1, slots)
-    end_B = jnp.cumsum(count_GB.at[:, -1].add(-count_GB.sum(1) % chains))
-    item = jnp.arange(B * blocks + B // slots * (chains - 1))
+    end_GB = jnp.cumsum(count_GB, axis=1)
+    end_GB = jnp.where(jnp.arange(slots) < slots - 1, end_GB, -(-end_GB // chains) * chains)
+    if slots < B:
+        end_GB += (jnp.cumsum(end_GB[:, -1]) - end_GB[:, -1])[:, None]
+    item, end_B = jnp.arange(B * blocks + B // slots * (chains - 1)), end_GB.reshape(-1)
     slot = jnp.count_nonzero(item[:, None] >= end_B, axis=1)
     begin_B = jnp.concatenate([jnp.zeros(1, end_B.dtype), end_B])
     return BlockList(*(x.astype(jnp.int32) for x in (slot, begin_B, first_B)))
@@ -404,10 +406,7 @@ def decode_attention_tpu(
 ) -> tuple[Array, Array]:
     """Computes `ragged_decode_attention`: the output [B, T, N, Hv] in q's dtype, and in float32 the
     log-sum-exp [B, T, N]. With `wraps`, lengths are below 2 * S, and position p is in place p % S.
-
-    `sizes` and `interpret` are for tests; `interpret` is passed to `pl.pallas_call`. Raises
-    ValueError with the reason from `unsupported`.
-    """
+    `sizes` and `interpret` are for tests. ValueError with the reason from `unsupported`."""
     reason = unsupported(q_BTNH, k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS, v_dim, wraps)
     sizes = sizes or ring_sizes(q_BTNH, k_BKSH, v_BKSH, v_dim, wraps)
     if reason or sizes is None:
@@ -430,7 +429,8 @@ def decode_attention_tpu(
     paired = paired and k_BKSH.dtype.itemsize == 1
     second = jnp.arange(K)[:, None, None] % 2 == 1  # of a pair; its keys come first
     if paired:
-        q_BKRW = jnp.where(second, jnp.roll(q_BKRW, H, -1), q_BKRW).reshape(B, K // 2, -1, W)
+        halves = [jnp.where(second == front, q_BKRW[..., H:], 0) for front in (True, False)]
+        q_BKRW = jnp.concatenate(halves, -1).reshape(B, K // 2, -1, W)
         sink_KR1 = sink_KR1.reshape(K // 2, -1, 1)
         axes[0], caches = 2, [k_BKSH.reshape(B, K // 2, 2, S, W)]
     static = Static(T, N // K, S, sizes, tuple(axes), v_dim, scale, wraps, paired)
@@ -441,7 +441,7 @@ def decode_attention_tpu(
     o, lse = _call(scalars, q_BKRW, sink_KR1, caches + scales, Hv, static, interpret)
     if paired:
         o, lse = o.reshape(B, K, -1, W), lse.reshape(B, K, -1)
-        o = jnp.where(second, jnp.roll(o, H, -1), o)[..., :H]
+        o = jnp.where(second, o[..., H:], o[..., :H])
     return heads_of_rows(o[:, :, :R], T), heads_of_rows(lse[:, :, :R, None], T)[..., 0]
 
 
