@@ -695,14 +695,14 @@ def recorded(slots: int, asks: Asks) -> list[tuple[str, dict[int, int]]]:
         done.append(("decode", {slot: work.number for slot, work in session.running.items()}))
         decode(session)
 
-    read, decode, number = session_steps.prefill, session_steps.generate, 0
+    read, decode = session_steps.prefill, session_steps.generate
     llama = load(importlib.import_module("llama3.model"), mesh=make_mesh())
     llama = llama._replace(config=llama.config._replace(max_position_embeddings=1024))
     session = start_session(llama, slots, 1024)
     with mock.patch.multiple(session_steps, prefill=prefill, generate=generate):
         while asks or is_busy(session):
             for n, new in asks.pop(len(done), ()):
-                number = submit(session, Request([number + 1] * n, new))
+                submit(session, Request([session.ids + 1] * n, new))  # no two begin alike
             step(session)
     return done
 

@@ -163,7 +163,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--keep", type=count(0), default=0, metavar="N", help=told)
     told = "prefix cache: host memory for further sequences (default: 0)"
     add("--keep-host", type=within(float, 0), default=0.0, metavar="GB", help=told)
-    told = "speculative decoding by lookup (in the text), mtp (a layer in the files), [FAMILY:]CKPT"
+    told = "speculative decoding: lookup (in the text), mtp (of the files), [FAMILY:]CKPT (smaller)"
     add("--draft", metavar="SOURCE", help=told)
     told = f"how many tokens are drafted at once (default: {DRAFT_TOKENS}; mtp: 1)"
     add("--draft-tokens", type=count(1, MOST_DRAFTS), default=DRAFT_TOKENS, metavar="K", help=told)
