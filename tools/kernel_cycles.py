@@ -1,6 +1,7 @@
 """Counts the cycles of one dense product on a TPU, for each way to store its matrix; or of whole
 steps of models in 8 and in 4 bits; or of the gated delta rule, with 32 heads of 128 x 128; or of
-products by expert, beside the cycles in which their bytes arrive or their products are computed.
+decode attention and products by expert, beside the cycles in which their bytes arrive or their
+products are computed.
 
     python -m tools.kernel_cycles [--chip v5e:2x2] [--out 3584] [--in 8192]
     python -m tools.kernel_cycles [--chip v5e:2x2] --delta-rule
@@ -88,6 +89,7 @@ STACKS: dict[str, Callable[..., Any]] = {
 # Cycles in a second follow from the products in a second: each of a device's matrix units
 # multiplies 128 x 128 or 256 x 256 numbers in a cycle; the newer ones count as two.
 UNITS = {"v5e": 4 * 128**2, "v5p": 8 * 128**2, "v6e": 4 * 256**2, "tpu7x": 4 * 256**2}
+CLOCKS = {chip: CHIPS[chip].flops / (2 * n) for chip, n in UNITS.items()}
 BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?:([A-Z]{2})\s*)?:([\s>]*)\{(.*)")
 NAME = re.compile(r"^\d+-|-\d+-final_bundles.txt$")  # what a file's name has around its operation's
 EXIT = re.compile(r"scmp\.\w+\.s32\.totalorder %\S+, (\d+) /\* loop exit test")
@@ -164,8 +166,8 @@ def measure_experts(store: Any, shape: tuple[int, int, int], M: int, chip: str, 
     jax.jit(run).lower(x, w, sizes).compile()
     (file,) = p.glob("*ragged_dot*[0-9]-final_bundles.txt")
     counted, c = count(file.read_text(errors="replace")), CHIPS[kind]
-    clock = c.flops / (2 * UNITS[kind])
-    arrive = sum(a.size * bits_of(a.dtype) for a in jax.tree.leaves(w)) / 8 / c.bandwidth * clock
+    stored = sum(a.size * bits_of(a.dtype) for a in jax.tree.leaves(w)) / 8
+    arrive = stored / c.bandwidth * CLOCKS[kind]
     products = M * n_in * n_out / UNITS[kind]
     cells = f"{counted:,} | {arrive:,.0f} | {products:,.0f}"
     return f"{cells} | {counted / max(arrive, products):.2f}"
@@ -201,7 +203,6 @@ def measure_delta_rule(slots: int, tokens: int, kept: int, chip: str, folder: Pa
 
 # ---- decode attention
 
-CLOCKS = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}  # from products per second
 CALLS = ((8, 2048), (64, 2048), (8, 32768), (64, 32768))  # slots, and positions that each has
 
 
