@@ -95,6 +95,8 @@ CASES = [
     Case(64, 2, 2, 8, S=384, v_dim=64, row=128, dtype=BF16, cache=BF16, starts="window"),
     Case(64, 1, 4, 3, S=384, v_dim=48, row=128, cache=INT8, starts="window", sinks=True),
     Case(64, 4, 3, 3, S=384, v_dim=64, row=128, cache=INT8, starts="window", sinks=True),
+    Case(64, 2, 4, 1, S=384, v_dim=64, row=128, dtype=BF16, cache=INT8, sinks=True),
+    Case(64, 4, 1, 1, S=384, v_dim=64, row=128, dtype=BF16, cache=FP8, starts="slot"),
     Case(64, 2, 8, 1, S=384, v_dim=64, row=128, dtype=BF16, cache=FP8, starts="slot"),
     Case(40, 2, 3, 3, S=384, v_dim=56, row=80, dtype=BF16, cache=FP8, starts="slot"),
 ]
@@ -295,9 +297,10 @@ def one_device(topology):
 
 def shapes_of(H, dtype, sharding, B=16, S=2048, packed=False):
     """Returns shapes like a model's: 8 key/value heads with 4 query heads each, or one latent head
-    with 64. If packed: 2 heads with 8 query heads each, whose rows are [value | key]."""
+    with 64. If packed: 2 heads with 8 query heads each, or 4 in 64 slots, and rows of
+    [value | key]."""
     latent = H == 576
-    K, G = (1, 64) if latent else (2, 8) if packed else (8, 4)
+    K, G = (1, 64) if latent else (2, 4 if B == 64 else 8) if packed else (8, 4)
 
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

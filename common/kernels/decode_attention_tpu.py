@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -412,36 +413,34 @@ def decode_attention_tpu(
     if reason or sizes is None:
         raise ValueError(reason)
     (B, T, N, H), (K, S, W) = q_BTNH.shape, k_BKSH.shape[1:]
-    R = T * (N // K)
-
-    def padded_rows(x_BTNH: Array) -> Array:
-        x_BKRH = rows_by_head(x_BTNH, K)
-        return jnp.pad(x_BKRH, ((0, 0), (0, 0), (0, -R % SUBLANES), (0, 0)))
-
-    q_BKRW = padded_rows(jnp.pad(q_BTNH, ((0, 0), (0, 0), (0, 0), (W - H, 0))))
-    sinks_N = jnp.full(N, MASKED) if sinks_N is None else sinks_N.astype(jnp.float32) / LN2
-    sink_KR1 = padded_rows(jnp.broadcast_to(sinks_N[:, None], (1, T, N, 1)))[0]
+    G, R = N // K, T * (N // K)
     rows = [x for x in (k_BKSH, v_BKSH) if x is not None]
     scales = [x for x in (k_scale_BKS, v_scale_BKS) if x is not None]
     axes = [2 if positions_last(S, x.shape[3]) else 1 for x in rows] + [1 for _ in scales]
     caches = [x.swapaxes(2, 3) if a == 2 else x for x, a in zip(rows, axes, strict=False)]
+    q_BTNW = jnp.pad(q_BTNH, ((0, 0), (0, 0), (0, 0), (W - H, 0)))
     paired = H == v_dim == W // 2 == LANES // 2 and axes[0] == 1 and not (K % 2 or S % LANES)
-    paired = paired and k_BKSH.dtype.itemsize == 1
-    second = jnp.arange(K)[:, None, None] % 2 == 1  # of a pair; its keys come first
-    if paired:
-        halves = [jnp.where(second == front, q_BKRW[..., H:], 0) for front in (True, False)]
-        q_BKRW = jnp.concatenate(halves, -1).reshape(B, K // 2, -1, W)
-        sink_KR1 = sink_KR1.reshape(K // 2, -1, 1)
+    if paired := paired and k_BKSH.dtype.itemsize == 1:
+        keys_NW = (np.arange(N)[:, None] // G % 2 == 1) == (np.arange(W) < H)  # see _pair
+        q_BTNW = jnp.where(keys_NW, jnp.concatenate([q_BTNH] * 2, -1), 0)
         axes[0], caches = 2, [k_BKSH.reshape(B, K // 2, 2, S, W)]
-    static = Static(T, N // K, S, sizes, tuple(axes), v_dim, scale, wraps, paired)
+    heads, tile = (K // 2, SUBLANES // 2) if paired else (K, SUBLANES)
+
+    def padded_rows(x_BTNW: Array) -> Array:
+        x_BKRW = jnp.pad(rows_by_head(x_BTNW, K), ((0, 0), (0, 0), (0, -R % tile), (0, 0)))
+        return x_BKRW.reshape(len(x_BTNW), heads, -1, x_BTNW.shape[3])
+
+    sinks_N = jnp.full(N, MASKED) if sinks_N is None else sinks_N.astype(jnp.float32) / LN2
+    sink_KR1 = padded_rows(jnp.broadcast_to(sinks_N[:, None], (1, T, N, 1)))[0]
+    static = Static(T, G, S, sizes, tuple(axes), v_dim, scale, wraps, paired)
     starts, (block, _, chains, slots) = starts_BT.astype(jnp.int32).reshape(-1), sizes
     listed = list_blocks(lengths_B, starts_BT, 2 * S if wraps else S, block, slots, chains)
     scalars = (*listed, lengths_B.astype(jnp.int32), starts)
     Hv = W if paired else value_width(v_BKSH, v_dim)
-    o, lse = _call(scalars, q_BKRW, sink_KR1, caches + scales, Hv, static, interpret)
+    o, lse = _call(scalars, padded_rows(q_BTNW), sink_KR1, caches + scales, Hv, static, interpret)
     if paired:
         o, lse = o.reshape(B, K, -1, W), lse.reshape(B, K, -1)
-        o = jnp.where(second, o[..., H:], o[..., :H])
+        o = jnp.where(np.arange(K)[:, None, None] % 2 == 1, o[..., H:], o[..., :H])
     return heads_of_rows(o[:, :, :R], T), heads_of_rows(lse[:, :, :R, None], T)[..., 0]
 
 
