@@ -22,12 +22,12 @@ experts, X experts of a token, G groups of experts, V vocabulary, L layers.
 Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and shared MLPs are split
 over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`.
 The F of an expert and the positions of a cache are split over `tensor`. wq_a and wkv_a are
-replicated. Shapes in classes are global. In the rest of this text, and inside `shard_map`, B, N, F,
-E, V and the S of a cache count what one device holds, except the E of a router.
+replicated. Shapes in classes are of whole arrays. Code inside `shard_map`, and what follows here,
+sees one device's part: its own B, N, F, E, V and the S of a cache (a router has all E).
 
-In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
-[B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
-each) in `sample`, which takes up to 36 more of at most 12 B bytes if any temperature is above 0.
+A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
+attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
+any temperature is above 0, `sample` has up to 36 more, of at most 12 bytes a slot each.
 
 If `tensor` has t > 1 devices, each layer adds collectives over `tensor`. If T is at most
 FEW_QUERIES (8), these are three, in `attend_latent`:
@@ -36,8 +36,8 @@ FEW_QUERIES (8), these are three, in `attend_latent`:
     all-gather [t, B, T, N t]        log-sum-exps, float32
     reduce-scatter [B, T, N, C]      the merged results, in the model's dtype
 
-If T is larger, `attend_expanded` all-reduces the cache up to the longest slot's end, in parts of P
-positions: [B, P, W] in its dtype, and the scales of an int8 cache, [B, P].
+If T is larger, `attend_expanded` brings the cache to all devices, up to the longest slot's end:
+all-reduces of [B, part, W] in its dtype, and of [B, part] scales if it is int8.
 """
 
 import math
@@ -114,7 +114,7 @@ class Config(NamedTuple):
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 4096
-    packing: Packing | None = None  # quantization_config: how others quantised the matrices
+    packing: Packing | None = None  # quantization_config: how the files' matrices are packed
 
 
 class Mlp(NamedTuple):
@@ -166,7 +166,7 @@ class DecodeState(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What all layers of one step share."""
+    """What all layers of one step share, on one device."""
 
     end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
     cos: Array  # float32 [B, T, 1, R / 2]
@@ -401,8 +401,8 @@ def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
 
 
 def mixture(x_MD: Array, weight_MX: Array, expert_MX: Array, w: Mlp) -> Array:
-    """The definition of the weighted sum of a token's experts: y_MD += weight * expert[e](x_MD) for
-    each expert e of the device, as the router counts e. implementation="reference" runs this."""
+    """The definition of the weighted sum of a token's experts: for each expert of the device, with
+    index e in the router, y_MD += weight * expert[e](x_MD). implementation="reference" runs it."""
 
     def of_expert(e: Array, own: Mlp) -> Array:
         weight_M = jnp.where(expert_MX == e, weight_MX, 0).sum(axis=1)
@@ -451,8 +451,8 @@ def forward(
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[RowCache, ...]]:
     """Appends T tokens to each slot, the last at position end_B - 1; skips a slot if its end_B is
-    0. Returns float32 logits [B, T, V] of the device's part of the vocabulary, with the rows that
-    pad it, and the cache. With last_B, only token last_B[b] of each slot gets logits, [B, V].
+    0. Returns float32 logits [B, T, V] and the cache; V is the device's part of the vocabulary,
+    with padding. With last_B, only token last_B[b] of each slot gets logits, [B, V].
 
     For a loss (docs/library.md), call `logits` of common/serving/score.py with
     implementation="reference", which is differentiable if the weights are floats."""
@@ -507,7 +507,7 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. Each data shard counts its own slots from 0. ValueError if
+    donated `state`; -1 copies nothing. slot_B counts from 0 in each data shard. ValueError if
     the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -534,7 +534,7 @@ PROJECTIONS = {
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a config.json. ValueError names what neither this nor common/config.py knows."""
+    """Config of a config.json. ValueError names fields unknown here and to common/config.py."""
     v2 = hf.get("model_type") == "deepseek_v2"
     scoring = "softmax" if v2 else "sigmoid"
     # Refused: other router scores, another activation, biases, rotation of halves (i, i + R / 2),
@@ -641,8 +641,8 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight; `*` is any number. Unknown names and weights without tensors
-    are errors. None, Dropped: not loaded. `Same("x")`: only compared with x. `prefix.**`: all names
-    with that prefix, which wins over a row with `*`."""
+    are errors. None, Dropped: not loaded. `Same("x")`: x again, or absent. `prefix.**`: all names
+    with that prefix; such a row wins over one with `*`."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",

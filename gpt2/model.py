@@ -15,12 +15,12 @@ Dimensions: B slots, T query tokens (1 when decoding), S cache positions, D mode
 many key/value heads (K = N, G = 1), H head dimension, F MLP width, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split over MODEL, which is
-the axes `expert` and `tensor` taken as one. Shapes in classes are global. In the rest of this text,
-and inside `shard_map`, B, N, K, F and V count what one device holds.
+the axes `expert` and `tensor` taken as one. Shapes in classes are of whole arrays. Code inside
+`shard_map`, and what follows here, sees one device's part: its own B, N, K, F and V.
 
-In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
-[B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
-each) in `sample`, which takes up to 36 more of at most 12 B bytes if any temperature is above 0.
+A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
+attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
+any temperature is above 0, `sample` has up to 36 more, of at most 12 bytes a slot each.
 """
 
 from functools import partial
@@ -95,7 +95,7 @@ class DecodeState(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What all layers of one step share."""
+    """What all layers of one step share, on one device."""
 
     end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
     implementation: Impl  # of the kernels; static in jit
@@ -122,8 +122,8 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
-    kernel (see common/kernels) computes the same, so whoever caps scores changes both. A query sees
-    all positions up to its own."""
+    kernel of common/kernels computes the same; a cap on scores must go into both. A query sees all
+    positions up to its own. Where nothing is stored, keys and values are zeros."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -175,8 +175,8 @@ def forward(
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
     """Appends T tokens to each slot, the last at position end_B - 1; skips a slot if its end_B is
-    0. Returns float32 logits [B, T, V] of the device's part of the vocabulary, with the rows that
-    pad it, and the cache. With last_B, only token last_B[b] of each slot gets logits, [B, V].
+    0. Returns float32 logits [B, T, V] and the cache; V is the device's part of the vocabulary,
+    with padding. With last_B, only token last_B[b] of each slot gets logits, [B, V].
 
     For a loss (docs/library.md), call `logits` of common/serving/score.py with
     implementation="reference", which is differentiable if the weights are floats."""
@@ -231,7 +231,7 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. Each data shard counts its own slots from 0. ValueError if
+    donated `state`; -1 copies nothing. slot_B counts from 0 in each data shard. ValueError if
     the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -251,7 +251,7 @@ def generate(
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a config.json. ValueError names what neither this nor common/config.py knows."""
+    """Config of a config.json. ValueError names fields unknown here and to common/config.py."""
     scaling = dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
     return read_config(
         Config,
@@ -314,7 +314,7 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
-    puts each device's heads together. None: not loaded. `Same("x")`: if there, compared with x."""
+    puts each device's heads together. None: not loaded. `Same("x")`: x again, or absent."""
     blocks = split_fused(config.num_attention_heads, shards.model)
     qkv = partial(Order, size=config.head_dim, blocks=blocks)
     table: Table = {

@@ -6,10 +6,10 @@ gpt-oss-120b & gpt-oss-20b Model Card, arXiv 2508.10925. What differs from llama
     o[n] = sum_s exp(score[n, s]) v[s] / (exp(sink[n]) + sum_s exp(score[n, s]))
                                                    the sink is a learned score without a value
     a sliding layer sees the last `sliding_window` positions, a full layer sees all
-    x += sum_e p[e] * (down[e](h[e]) + b[e])       the sum is over the experts with the X largest
-                                                   router(norm(x)), and p is the softmax of these
-    h[e] = (up + 1) * gate * sigmoid(1.702 * gate) up and gate are those of expert e and norm(x),
-                                                   cut where they exceed +-swiglu_limit
+    x += sum_e p[e] * (down[e](h[e]) + b[e])       the sum is over the X experts with the largest
+                                                   router(norm(x)); p is the softmax of these X
+    h[e] = (up + 1) * gate * sigmoid(1.702 * gate) up and gate are those of expert e and norm(x);
+                                                   both are cut at swiglu_limit, up also at -limit
     YaRN replaces llama3's rope scaling; projections have biases; norms multiply in float32
 
 Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
@@ -18,12 +18,12 @@ experts, X experts of a token, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads and vocabulary are split over MODEL, which is the
 axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of each over
-`tensor`. Shapes in classes are global. In the rest of this text, and inside `shard_map`, B, N, K,
-F, E and V count what one device holds, except the E of a router.
+`tensor`. Shapes in classes are of whole arrays. Code inside `shard_map`, and what follows here,
+sees one device's part: its own B, N, K, F, E and V (a router has all E).
 
-In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
-[B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
-each) in `sample`, which takes up to 36 more of at most 12 B bytes if any temperature is above 0.
+A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
+attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
+any temperature is above 0, `sample` has up to 36 more, of at most 12 bytes a slot each.
 """
 
 import math
@@ -140,8 +140,8 @@ class DecodeState(NamedTuple):
     slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN."""
 
     # For each layer two arrays of [B, K, S, H]: rotated keys, and values. If H is not a multiple of
-    # 128, they share one, [B, K, S, 2 * H]. In a sliding layer S is at most about
-    # sliding_window + 2048, and position p is in place p % S. Padding overwrites nothing in sight.
+    # 128, they share one, [B, K, S, 2 * H]. In a sliding layer S is at most about sliding_window +
+    # 2048, p is in place p % S, and padding overwrites only what no query sees.
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
@@ -149,7 +149,7 @@ class DecodeState(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What all layers of one step share."""
+    """What all layers of one step share, on one device."""
 
     end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
     cos: Array  # float32 [B, T, 1, H / 2]
@@ -229,8 +229,8 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attend_slot(slot: Slot, scale: float, sinks_N: Array, window: int | None = None) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
-    kernel (see common/kernels) computes the same, so whoever caps scores changes both. A query sees
-    all positions up to its own, or the last `window` of them. A sink is a score without a value."""
+    kernel of common/kernels computes the same; a cap on scores must go into both. A query sees all
+    positions up to its own, or the last `window` of them. A sink is a score without a value."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     behind_TS = position_T[:, None] - position_S
@@ -281,8 +281,8 @@ def experts(x: Array, w: Experts, dot: Callable[..., Array], limit: float) -> Ar
 
 
 def mixture(x_MD: Array, weight_MX: Array, expert_MX: Array, w: Experts, config: Config) -> Array:
-    """The definition of the weighted sum of a token's experts: y_MD += weight * expert[e](x_MD) for
-    each expert e of the device, as the router counts e. implementation="reference" runs this."""
+    """The definition of the weighted sum of a token's experts: for each expert of the device, with
+    index e in the router, y_MD += weight * expert[e](x_MD). implementation="reference" runs it."""
 
     def of_expert(e: Array, own: Experts) -> Array:
         weight_M = jnp.where(expert_MX == e, weight_MX, 0).sum(axis=1)
@@ -330,8 +330,8 @@ def forward(
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
     """Appends T tokens to each slot, the last at position end_B - 1; skips a slot if its end_B is
-    0. Returns float32 logits [B, T, V] of the device's part of the vocabulary, with the rows that
-    pad it, and the cache. With last_B, only token last_B[b] of each slot gets logits, [B, V].
+    0. Returns float32 logits [B, T, V] and the cache; V is the device's part of the vocabulary,
+    with padding. With last_B, only token last_B[b] of each slot gets logits, [B, V].
 
     For a loss (docs/library.md), call `logits` of common/serving/score.py with
     implementation="reference", which is differentiable if the weights are floats."""
@@ -386,7 +386,7 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. Each data shard counts its own slots from 0. ValueError if
+    donated `state`; -1 copies nothing. slot_B counts from 0 in each data shard. ValueError if
     the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -412,7 +412,7 @@ DEFAULT_ROPE = dict(
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a config.json. ValueError names what neither this nor common/config.py knows."""
+    """Config of a config.json. ValueError names fields unknown here and to common/config.py."""
     mxfp4 = is_published_in("mxfp4", hf, ignored=("modules_to_not_convert",))
     same = dict(experts_per_token=hf.get("num_experts_per_tok"))
     rope = read_rope(Config, hf, {"yarn": Yarn}, theta=150000.0, default=DEFAULT_ROPE)
@@ -421,8 +421,8 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
         hf,
         model_types=("gpt_oss",),
         fields_read=rope | dict(mxfp4=mxfp4),
-        # Refused: projections without biases, another activation, another alpha, two numbers of
-        # experts. (Published files say silu, although the experts compute swiglu.)
+        # Refused: projections without biases, another activation, another alpha, two different
+        # numbers of experts a token. (Published files say silu; the experts compute swiglu.)
         accepted=dict(hidden_act=SILU, attention_bias=True, swiglu_alpha=SWIGLU_ALPHA) | same,
         ignored=("initial_context_length",),
     )
@@ -434,8 +434,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    In mxfp4 a part has whole groups. Key/value heads are repeated if there are too few: 2 on 4
-    devices become 0, 0, 1, 1, each with half of its query heads. `expert` must divide E."""
+    In mxfp4 a part has whole groups. Key/value heads are repeated if there are too few: 0, 1
+    on 4 devices become 0, 0, 1, 1, each with half of its query heads. `expert` must divide E."""
     c, n, mxfp4 = config, shards.model, Mxfp4 if config.mxfp4 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     N, q, kv = len(heads.query), len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -494,7 +494,7 @@ def init_state(
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
     puts each device's heads together. SPLIT: in the file the last axis is two axes. SWAPPED: the
-    last two axes are swapped. `Same("x")`: if there, compared with x."""
+    last two axes are swapped. `Same("x")`: x again, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {

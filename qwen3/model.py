@@ -18,12 +18,12 @@ experts, X experts of a token, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads, dense MLPs and vocabulary are split over MODEL,
 which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of
-each over `tensor`. Shapes in classes are global. In the rest of this text, and inside `shard_map`,
-B, N, K, F, E and V count what one device holds, except the E of a router.
+each over `tensor`. Shapes in classes are of whole arrays. Code inside `shard_map`, and what follows
+here, sees one device's part: its own B, N, K, F, E and V (a router has all E).
 
-In one step every device takes part in 2 L + 3 collectives over MODEL: 2 L + 1 all-reduces of
-[B, T, D] (2 B T D bytes in bfloat16) after embedding, attention and MLP; and two of [B] (4 B bytes
-each) in `sample`, which takes up to 36 more of at most 12 B bytes if any temperature is above 0.
+A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
+attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
+any temperature is above 0, `sample` has up to 36 more, of at most 12 bytes a slot each.
 """
 
 import math
@@ -88,7 +88,7 @@ class Config(NamedTuple):
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 32768
-    packing: Packing | None = None  # quantization_config: how others quantised the matrices
+    packing: Packing | None = None  # quantization_config: how the files' matrices are packed
 
 
 class Mlp(NamedTuple):
@@ -141,7 +141,7 @@ class DecodeState(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What all layers of one step share."""
+    """What all layers of one step share, on one device."""
 
     end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
     cos: Array  # float32 [B, T, 1, H / 2]
@@ -221,8 +221,8 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
-    kernel (see common/kernels) computes the same, so whoever caps scores changes both. A query sees
-    all positions up to its own."""
+    kernel of common/kernels computes the same; a cap on scores must go into both. A query sees all
+    positions up to its own. Where nothing is stored, keys and values are zeros."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -270,8 +270,8 @@ def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
 
 
 def mixture(x_MD: Array, weight_MX: Array, expert_MX: Array, w: Mlp) -> Array:
-    """The definition of the weighted sum of a token's experts: y_MD += weight * expert[e](x_MD) for
-    each expert e of the device, as the router counts e. implementation="reference" runs this."""
+    """The definition of the weighted sum of a token's experts: for each expert of the device, with
+    index e in the router, y_MD += weight * expert[e](x_MD). implementation="reference" runs it."""
 
     def of_expert(e: Array, own: Mlp) -> Array:
         weight_M = jnp.where(expert_MX == e, weight_MX, 0).sum(axis=1)
@@ -319,8 +319,8 @@ def forward(
     last_B: Array | None = None,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
     """Appends T tokens to each slot, the last at position end_B - 1; skips a slot if its end_B is
-    0. Returns float32 logits [B, T, V] of the device's part of the vocabulary, with the rows that
-    pad it, and the cache. With last_B, only token last_B[b] of each slot gets logits, [B, V].
+    0. Returns float32 logits [B, T, V] and the cache; V is the device's part of the vocabulary,
+    with padding. With last_B, only token last_B[b] of each slot gets logits, [B, V].
 
     For a loss (docs/library.md), call `logits` of common/serving/score.py with
     implementation="reference", which is differentiable if the weights are floats."""
@@ -375,7 +375,7 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. Each data shard counts its own slots from 0. ValueError if
+    donated `state`; -1 copies nothing. slot_B counts from 0 in each data shard. ValueError if
     the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -402,7 +402,7 @@ PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a config.json. ValueError names what neither this nor common/config.py knows."""
+    """Config of a config.json. ValueError names fields unknown here and to common/config.py."""
     kind = hf.get("model_type")
     dense, qwen2 = kind in ("qwen2", "qwen3"), kind == "qwen2"
     # R1-0528-Qwen3-8B has an attn_factor, which transformers does not read.
@@ -448,8 +448,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    In fp8 a part has whole blocks. Key/value heads are repeated if there are too few: 2 on 4
-    devices become 0, 0, 1, 1, each with half of its query heads. `expert` must divide E."""
+    In fp8 a part has whole blocks. Key/value heads are repeated if there are too few: 0, 1
+    on 4 devices become 0, 0, 1, 1, each with half of its query heads. `expert` must divide E."""
     c, n, fp8 = config, shards.model, Fp8 if config.fp8 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -513,7 +513,7 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
-    puts each device's heads together. None: not loaded. `Same("x")`: if there, compared with x."""
+    puts each device's heads together. None: not loaded. `Same("x")`: x again, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {

@@ -239,5 +239,5 @@ def test_a_step_takes_part_in_the_collectives_that_the_header_counts(family):
         got = {(x.kind, x.shape, x.times) for x in found if x.conditional == conditional}
         assert got == want
     header = inspect.getdoc(model).replace("\n", " ")
-    assert "takes part in 2 L + 3 collectives" in header
+    assert "step has 2 L + 3 collectives over MODEL" in header
     assert sum(times for _, shape, times in sampling) == 36 and "up to 36 more" in header
