@@ -22,8 +22,8 @@ experts, X experts of a token, G groups of experts, V vocabulary, L layers.
 Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and shared MLPs are split
 over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`.
 The F of an expert and the positions of a cache are split over `tensor`. wq_a and wkv_a are
-replicated. Shapes in classes are of whole arrays. Code inside `shard_map`, and what follows here,
-sees one device's part: its own B, N, F, E, V and the S of a cache (a router has all E).
+replicated. Shapes in classes are of whole arrays. In code inside `shard_map`, and in the rest of
+this docstring, B, N, F, E, V and the S of a cache count one device's part (a router has all E).
 
 A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
 attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
@@ -36,8 +36,9 @@ FEW_QUERIES (8), these are three, in `attend_latent`:
     all-gather [t, B, T, N t]        log-sum-exps, float32
     reduce-scatter [B, T, N, C]      the merged results, in the model's dtype
 
-If T is larger, `attend_expanded` brings the cache to all devices, up to the longest slot's end:
-all-reduces of [B, part, W] in its dtype, and of [B, part] scales if it is int8.
+If T is larger, `attend_expanded` collects the cache from these t devices, some positions at a time,
+up to the longest slot's end. Each time it all-reduces [B, positions, W] in the cache's dtype, with
+zeros for what other devices hold, and for an int8 cache [B, positions] scales.
 """
 
 import math
@@ -156,7 +157,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN."""
+    slot's length to 0. It clears nothing: `attend` hides all past a slot's length, even NaN."""
 
     # For each layer [B, 1, S, W]: a row per position, which holds latent, rotated key and zeros.
     cache: tuple[RowCache, ...]
@@ -507,7 +508,7 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. slot_B counts from 0 in each data shard. ValueError if
+    donated `state`; -1 copies nothing. Slots are numbered from 0 in each data shard. ValueError if
     the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -534,7 +535,7 @@ PROJECTIONS = {
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a config.json. ValueError names fields unknown here and to common/config.py."""
+    """Config of a config.json. A field unknown here and in common/config.py is a ValueError."""
     v2 = hf.get("model_type") == "deepseek_v2"
     scoring = "softmax" if v2 else "sigmoid"
     # Refused: other router scores, another activation, biases, rotation of halves (i, i + R / 2),
@@ -641,8 +642,8 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight; `*` is any number. Unknown names and weights without tensors
-    are errors. None, Dropped: not loaded. `Same("x")`: x again, or absent. `prefix.**`: all names
-    with that prefix; such a row wins over one with `*`."""
+    are errors. None, Dropped: not loaded. `Same("x")`: equal to x, or absent. `prefix.**`: all
+    names with that prefix; such a row wins over one with `*`."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",

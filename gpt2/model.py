@@ -15,8 +15,8 @@ Dimensions: B slots, T query tokens (1 when decoding), S cache positions, D mode
 many key/value heads (K = N, G = 1), H head dimension, F MLP width, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split over MODEL, which is
-the axes `expert` and `tensor` taken as one. Shapes in classes are of whole arrays. Code inside
-`shard_map`, and what follows here, sees one device's part: its own B, N, K, F and V.
+the axes `expert` and `tensor` taken as one. Shapes in classes are of whole, padded arrays. In code
+inside `shard_map`, and in the rest of this docstring, B, N, K, F and V count one device's part.
 
 A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
 attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
@@ -84,7 +84,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN."""
+    slot's length to 0. It clears nothing: `attend` hides all past a slot's length, even NaN."""
 
     # For each layer two arrays of [B, K, S, H]: keys, and values. If H is not a multiple of
     # 128, they share one array, [B, K, S, 2 * H].
@@ -123,7 +123,7 @@ def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
     kernel of common/kernels computes the same; a cap on scores must go into both. A query sees all
-    positions up to its own. Where nothing is stored, keys and values are zeros."""
+    positions up to its own. `attend` puts zeros where no token is stored."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -231,7 +231,7 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. slot_B counts from 0 in each data shard. ValueError if
+    donated `state`; -1 copies nothing. Slots are numbered from 0 in each data shard. ValueError if
     the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -251,7 +251,7 @@ def generate(
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a config.json. ValueError names fields unknown here and to common/config.py."""
+    """Config of a config.json. A field unknown here and in common/config.py is a ValueError."""
     scaling = dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
     return read_config(
         Config,
@@ -314,7 +314,8 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
-    puts each device's heads together. None: not loaded. `Same("x")`: x again, or absent."""
+    moves whole heads along an axis, so that those of a device lie together. None: not loaded.
+    `Same("x")`: equal to x, or absent."""
     blocks = split_fused(config.num_attention_heads, shards.model)
     qkv = partial(Order, size=config.head_dim, blocks=blocks)
     table: Table = {

@@ -5,7 +5,7 @@ gpt-oss-120b & gpt-oss-20b Model Card, arXiv 2508.10925. What differs from llama
 
     o[n] = sum_s exp(score[n, s]) v[s] / (exp(sink[n]) + sum_s exp(score[n, s]))
                                                    the sink is a learned score without a value
-    a sliding layer sees the last `sliding_window` positions, a full layer sees all
+    a sliding layer sees the last `sliding_window` positions, a full layer all up to its own
     x += sum_e p[e] * (down[e](h[e]) + b[e])       the sum is over the X experts with the largest
                                                    router(norm(x)); p is the softmax of these X
     h[e] = (up + 1) * gate * sigmoid(1.702 * gate) up and gate are those of expert e and norm(x);
@@ -18,8 +18,8 @@ experts, X experts of a token, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads and vocabulary are split over MODEL, which is the
 axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of each over
-`tensor`. Shapes in classes are of whole arrays. Code inside `shard_map`, and what follows here,
-sees one device's part: its own B, N, K, F, E and V (a router has all E).
+`tensor`. Shapes in classes are of whole, padded arrays. In code inside `shard_map`, and in the rest
+of this docstring, B, N, K, F, E and V count one device's part (a router has all E).
 
 A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
 attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
@@ -137,11 +137,11 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN."""
+    slot's length to 0. It clears nothing: `attend` hides all past a slot's length, even NaN."""
 
     # For each layer two arrays of [B, K, S, H]: rotated keys, and values. If H is not a multiple of
     # 128, they share one, [B, K, S, 2 * H]. In a sliding layer S is at most about sliding_window +
-    # 2048, p is in place p % S, and padding overwrites only what no query sees.
+    # 2048, and position p is in place p % S. What padding overwrites is seen no more.
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
@@ -386,7 +386,7 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. slot_B counts from 0 in each data shard. ValueError if
+    donated `state`; -1 copies nothing. Slots are numbered from 0 in each data shard. ValueError if
     the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -412,7 +412,7 @@ DEFAULT_ROPE = dict(
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a config.json. ValueError names fields unknown here and to common/config.py."""
+    """Config of a config.json. A field unknown here and in common/config.py is a ValueError."""
     mxfp4 = is_published_in("mxfp4", hf, ignored=("modules_to_not_convert",))
     same = dict(experts_per_token=hf.get("num_experts_per_tok"))
     rope = read_rope(Config, hf, {"yarn": Yarn}, theta=150000.0, default=DEFAULT_ROPE)
@@ -421,8 +421,8 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
         hf,
         model_types=("gpt_oss",),
         fields_read=rope | dict(mxfp4=mxfp4),
-        # Refused: projections without biases, another activation, another alpha, two different
-        # numbers of experts a token. (Published files say silu; the experts compute swiglu.)
+        # Refused: projections without biases, another activation, another alpha, two numbers
+        # for experts_per_token. (Published files say silu; the experts compute swiglu.)
         accepted=dict(hidden_act=SILU, attention_bias=True, swiglu_alpha=SWIGLU_ALPHA) | same,
         ignored=("initial_context_length",),
     )
@@ -434,8 +434,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    In mxfp4 a part has whole groups. Key/value heads are repeated if there are too few: 0, 1
-    on 4 devices become 0, 0, 1, 1, each with half of its query heads. `expert` must divide E."""
+    In mxfp4 each part of F has whole groups. On 4 devices, key/value heads 0 and 1 become copies 0,
+    0, 1, 1; the copies of a head divide its query heads in order. `expert` must divide E."""
     c, n, mxfp4 = config, shards.model, Mxfp4 if config.mxfp4 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     N, q, kv = len(heads.query), len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -493,8 +493,8 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
-    puts each device's heads together. SPLIT: in the file the last axis is two axes. SWAPPED: the
-    last two axes are swapped. `Same("x")`: x again, or absent."""
+    moves whole heads along an axis, so that those of a device lie together. SPLIT: the file splits
+    the last axis in two. SWAPPED: it swaps the last two. `Same("x")`: equal to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {

@@ -9,8 +9,8 @@ Dimensions: B slots, T query tokens (1 when decoding), S cache positions, D mode
 key/value heads with G = N / K queries each, H head dimension, F MLP width, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split over MODEL, which is
-the axes `expert` and `tensor` taken as one. Shapes in classes are of whole arrays. Code inside
-`shard_map`, and what follows here, sees one device's part: its own B, N, K, F and V.
+the axes `expert` and `tensor` taken as one. Shapes in classes are of whole, padded arrays. In code
+inside `shard_map`, and in the rest of this docstring, B, N, K, F and V count one device's part.
 
 A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
 attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
@@ -92,7 +92,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN."""
+    slot's length to 0. It clears nothing: `attend` hides all past a slot's length, even NaN."""
 
     # For each layer two arrays of [B, K, S, H]: rotated keys, and values. If H is not a multiple of
     # 128, they share one array, [B, K, S, 2 * H].
@@ -159,7 +159,7 @@ def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
     kernel of common/kernels computes the same; a cap on scores must go into both. A query sees all
-    positions up to its own. Where nothing is stored, keys and values are zeros."""
+    positions up to its own. `attend` puts zeros where no token is stored."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -268,7 +268,7 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. slot_B counts from 0 in each data shard. ValueError if
+    donated `state`; -1 copies nothing. Slots are numbered from 0 in each data shard. ValueError if
     the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -288,7 +288,7 @@ def generate(
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a config.json. ValueError names fields unknown here and to common/config.py."""
+    """Config of a config.json. A field unknown here and in common/config.py is a ValueError."""
     fields = read_rope(Config, hf, {"llama3": RopeScaling}, theta=10000.0)
     return read_config(
         Config,
@@ -311,9 +311,9 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal,
-    and key/value heads are repeated if there are too few: 0, 1 on 4 devices become 0, 0, 1, 1, each
-    with half of the query heads of its original. (Query head n uses head n // G.)"""
+    """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
+    On 4 devices, key/value heads 0 and 1 become copies 0, 0, 1, 1; the copies of a head divide its
+    query heads in order. (Query head n uses head n // G.)"""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -354,7 +354,8 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
-    puts each device's heads together. None: not loaded. `Same("x")`: x again, or absent."""
+    moves whole heads along an axis, so that those of a device lie together. None: not loaded.
+    `Same("x")`: equal to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     return {

@@ -19,8 +19,8 @@ experts, X experts of a token, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and shared MLPs are split
 over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`,
-and the F of each over `tensor`. Shapes in classes are of whole arrays. Code inside `shard_map`, and
-what follows here, sees one device's part: its own B, N, K, F, E and V (a router has all E).
+and the F of each over `tensor`. Shapes in classes are of whole arrays. In code inside `shard_map`,
+and in the rest of this docstring, B, N, K, F, E and V count one device's part (a router has all E).
 
 A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
 attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
@@ -152,11 +152,11 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN."""
+    slot's length to 0. It clears nothing: `attend` hides all past a slot's length, even NaN."""
 
     # For each layer two arrays of [B, K, S, H]: keys, and values. If H is no multiple of 128, they
-    # share one, [B, K, S, 2 * H]. In a rotary layer S is at most about two chunks, and
-    # position p is in place p % S. Padding overwrites only what no query sees.
+    # share one, [B, K, S, 2 * H]. In a rotary layer S is at most about two chunks, and position p
+    # is in place p % S. What padding overwrites is seen no more.
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
@@ -294,7 +294,7 @@ def mixture(x_MD: Array, score_MX: Array, expert_MX: Array, w: Experts) -> Array
 
     def of_expert(e: Array, own: Experts) -> Array:
         score_M = jnp.where(expert_MX == e, score_MX, 0).sum(axis=1)
-        return experts(score_M[:, None] * x_MD, own, dot_one)  # zeros for zeros: no bias
+        return experts(score_M[:, None] * x_MD, own, dot_one)  # without a bias, 0 gives 0
 
     return sum_over_experts(of_expert, w)
 
@@ -397,7 +397,7 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. slot_B counts from 0 in each data shard. ValueError if
+    donated `state`; -1 copies nothing. Slots are numbered from 0 in each data shard. ValueError if
     the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -417,7 +417,7 @@ def generate(
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a config.json. ValueError names fields unknown here and to common/config.py."""
+    """Config of a config.json. A field unknown here and in common/config.py is a ValueError."""
     is_multimodal = hf.get("model_type") == "llama4"
     text = text_config(hf) if is_multimodal else dict(hf)
     if type(text.get("attn_temperature_tuning")) is int and text["attn_temperature_tuning"] == 4:
@@ -451,9 +451,9 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
-    """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal,
-    and key/value heads are repeated if there are too few: 0, 1 on 4 devices become 0, 0, 1, 1, each
-    with half of its query heads. `expert` must divide E."""
+    """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
+    On 4 devices, key/value heads 0 and 1 become copies 0, 0, 1, 1; the copies of a head divide its
+    query heads in order. `expert` must divide E."""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -531,9 +531,9 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
-    puts each device's heads together; that of w_gate_up puts its `gate` rows before its `up` rows.
-    SWAPPED: in the file the last two axes are swapped. None: not loaded. `Same("x")`: x
-    again, or absent. `prefix.**`: all names with that prefix."""
+    moves whole heads along an axis, so that those of a device lie together; in w_gate_up, a
+    device's `gate` rows and then its `up` rows. SWAPPED: the file swaps the last two axes. None:
+    not loaded. `Same("x")`: equal to x, or absent. `prefix.**`: all names with that prefix."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     rows = split_fused(config.intermediate_size, shards.tensor, parts=2)

@@ -18,8 +18,8 @@ experts, X experts of a token, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads, dense MLPs and vocabulary are split over MODEL,
 which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of
-each over `tensor`. Shapes in classes are of whole arrays. Code inside `shard_map`, and what follows
-here, sees one device's part: its own B, N, K, F, E and V (a router has all E).
+each over `tensor`. Shapes in classes are of whole, padded arrays. In code inside `shard_map`, and
+in the rest of this docstring, B, N, K, F, E and V count one device's part (a router has all E).
 
 A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
 attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
@@ -130,7 +130,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN."""
+    slot's length to 0. It clears nothing: `attend` hides all past a slot's length, even NaN."""
 
     # For each layer two arrays of [B, K, S, H]: rotated keys, and values. If H is not a multiple of
     # 128, they share one array, [B, K, S, 2 * H].
@@ -222,7 +222,7 @@ def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
     kernel of common/kernels computes the same; a cap on scores must go into both. A query sees all
-    positions up to its own. Where nothing is stored, keys and values are zeros."""
+    positions up to its own. `attend` puts zeros where no token is stored."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -375,7 +375,7 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. slot_B counts from 0 in each data shard. ValueError if
+    donated `state`; -1 copies nothing. Slots are numbered from 0 in each data shard. ValueError if
     the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -402,7 +402,7 @@ PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a config.json. ValueError names fields unknown here and to common/config.py."""
+    """Config of a config.json. A field unknown here and in common/config.py is a ValueError."""
     kind = hf.get("model_type")
     dense, qwen2 = kind in ("qwen2", "qwen3"), kind == "qwen2"
     # R1-0528-Qwen3-8B has an attn_factor, which transformers does not read.
@@ -411,7 +411,7 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     fields |= dict(packing=packing, fp8=packing is None and is_fp8(hf, PROJECTIONS))
     fields |= dict(qwen2=qwen2) | (DENSE if dense else {})
     heads, layers = dict(num_key_value_heads=all_heads), dict(mlp_only_layers=lambda c: ())
-    # Refused: other activations, a shared expert, windows, mrope; in Qwen3 biases, and no norms.
+    # Refused: other activations, a shared expert, windows, mrope; in Qwen3 biases or missing norms.
     # (use_sliding_window may be true in a dense model in which no layer has a window.)
     accepted: dict[str, Any] = dict(hidden_act=SILU, use_mrope=False)
     if not qwen2:
@@ -448,8 +448,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    In fp8 a part has whole blocks. Key/value heads are repeated if there are too few: 0, 1
-    on 4 devices become 0, 0, 1, 1, each with half of its query heads. `expert` must divide E."""
+    In fp8 each part of F has whole blocks. On 4 devices, key/value heads 0 and 1 become copies 0,
+    0, 1, 1; the copies of a head divide its query heads in order. `expert` must divide E."""
     c, n, fp8 = config, shards.model, Fp8 if config.fp8 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -513,7 +513,8 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
-    puts each device's heads together. None: not loaded. `Same("x")`: x again, or absent."""
+    moves whole heads along an axis, so that those of a device lie together. None: not loaded.
+    `Same("x")`: equal to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {

@@ -1,5 +1,5 @@
-"""Qwen3.5 in one file, dense and mixture of experts: its text. Three of four layers keep a state of
-fixed size in place of keys and values. They read and write it by the gated delta rule.
+"""Qwen3.5 in one file, dense and mixture of experts, without vision. Three of four layers keep a
+state of fixed size, not keys and values. They read and write it by the gated delta rule.
 
 Gated Delta Networks, arXiv 2412.06464. What differs from qwen3:
 
@@ -18,8 +18,8 @@ heads of queries and keys, and a state is [H, V]. There C = K * 2 * H + N * V ch
 
 Slots are split over the mesh axis `data`. Heads, dense MLPs and vocabulary are split over MODEL,
 which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of
-each over `tensor`. Shapes in classes are of whole arrays. Code inside `shard_map`, and what follows
-here, sees one device's part: its own B, N, K, F, E and V (a router has all E).
+each over `tensor`. Shapes in classes are of whole, padded arrays. In code inside `shard_map`, and
+in the rest of this docstring, B, N, K, F, E and V count one device's part (a router has all E).
 
 A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
 attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
@@ -91,7 +91,7 @@ class Config(NamedTuple):
     moe_intermediate_size: int
     shared_expert_intermediate_size: int
     fp8: bool  # quantization_config: the projections are published in 8-bit floats
-    packing: Packing | None  # quantization_config: others quantised the matrices
+    packing: Packing | None  # quantization_config: how the files' matrices are packed
     multimodal: bool  # the files also hold a vision tower
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -123,7 +123,7 @@ class Attention(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A gated DeltaNet. A device has its queries, then its keys, then its values."""
+    """A gated DeltaNet. On a device, C counts its queries, then its keys, then its values."""
 
     w_qkv: Matrix  # [C, D]
     conv: Array  # [C, 1, 4]
@@ -154,7 +154,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN, and a
+    slot's length to 0. It clears nothing: `attend` hides all past a slot's length, even NaN, and a
     recurrent layer starts from zeros where its slot begins at 0."""
 
     # For each layer of attention two arrays of [B, K, S, H]: rotated keys, and values. If H is not
@@ -231,7 +231,7 @@ def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
     kernel of common/kernels computes the same; a cap on scores must go into both. A query sees all
-    positions up to its own. Where nothing is stored, keys and values are zeros."""
+    positions up to its own. `attend` puts zeros where no token is stored."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -268,16 +268,17 @@ def linear_attention(
     x_BTD: Array, w: Linear, cache: Recurrent, step: Step, config: Config
 ) -> tuple[Array, Recurrent]:
     """Appends T tokens. Returns what they read, [B, T, D], summed over the device's heads, and the
-    cache. Up to PENDING (8) tokens are only noted beside the state, and the next step applies those
-    that count: drafts may not (common/recurrent.py). A slot that begins at 0 forgets its state:
-    `past` gives it a decay of -inf. Padding changes none: its strength and log decay are 0."""
+    cache. If T is at most PENDING (8), the tokens may be drafts, which are taken back if they were
+    wrong. So they stay beside the state, and the next step applies those that count
+    (common/recurrent.py). A slot that begins at 0 forgets its state: `past` gives it a log decay of
+    -inf. Padding changes none: its strength and log decay are 0."""
     (B, T, _), H, V = x_BTD.shape, config.linear_key_head_dim, config.linear_value_head_dim
     W, start_B, N = config.linear_conv_kernel_dim, step.end_B - T, cache.state.shape[1]
     K = (cache.inputs.shape[1] - N * V) // (2 * H)
     before = past(cache, start_B)
 
     def tokens(inputs_BCT: Array, decay_BTN: Array, strength_BTN: Array) -> Tokens:
-        """The convolution of inputs, which begin W - 1 tokens earlier, and what it gives."""
+        """q, k, v and gates of n tokens. A convolution takes W - 1 inputs before them, too."""
         n = inputs_BCT.shape[-1] - W + 1
         tap = lambda i: w.conv[:, :, i].astype(jnp.float32) * inputs_BCT[..., i : i + n]
         mixed = sum(map(tap, range(W)))
@@ -460,7 +461,7 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. slot_B counts from 0 in each data shard. ValueError if
+    donated `state`; -1 copies nothing. Slots are numbered from 0 in each data shard. ValueError if
     the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -491,7 +492,7 @@ PROJECTIONS = {
 
 
 def config_from_hf(hf: dict[str, Any]) -> Config:
-    """Config of a config.json. ValueError names fields unknown here and to common/config.py."""
+    """Config of a config.json. A field unknown here and in common/config.py is a ValueError."""
     is_multimodal = hf.get("model_type") in ("qwen3_5", "qwen3_5_moe")
     text = text_config(hf, tied=(False, True)) if is_multimodal else hf
     # Positions in an image have three parts, and each rotates a section. Those in a text are equal.
@@ -524,8 +525,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    In fp8 a part has whole blocks. Key/value heads are repeated if there are too few: 0, 1
-    on 4 devices become 0, 0, 1, 1, each with half of its query heads. `expert` must divide E."""
+    In fp8 each part of F has whole blocks. On 4 devices, key/value heads 0 and 1 become copies 0,
+    0, 1, 1; the copies of a head divide its query heads in order. `expert` must divide E."""
     c, n, fp8 = config, shards.model, Fp8 if config.fp8 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -606,8 +607,8 @@ def init_state(
 
 
 def fused_order(config: Config, n: int) -> tuple[int, tuple[int, ...]]:
-    """The published rows of w_qkv, all queries, then all keys, then all values, as n devices hold
-    them: each its queries, its keys, its values. Returns the size of a block, and the blocks."""
+    """The files hold w_qkv as all queries, all keys, all values; each of n devices holds its own of
+    the three. Returns that order: the size of a block, and the blocks."""
     c = config
     size = math.gcd(c.linear_key_head_dim, c.linear_value_head_dim)
     wide = [width // size for width in (c.linear_key_head_dim,) * 2 + (c.linear_value_head_dim,)]
@@ -624,8 +625,8 @@ def fused_order(config: Config, n: int) -> tuple[int, tuple[int, ...]]:
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
-    puts each device's heads together. None: not loaded. `Same("x")`: x again, or absent.
-    `prefix.**`: all names with that prefix."""
+    moves whole heads along an axis, so that those of a device lie together. None: not loaded.
+    `Same("x")`: equal to x, or absent. `prefix.**`: all names with that prefix."""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     query, kv = (partial(Order, size=c.head_dim, blocks=blocks) for blocks in heads)
