@@ -356,6 +356,7 @@ def test_more_than_the_memory_of_a_device_is_refused(monkeypatch):
         (["--slots", "3", "--mesh", "data=2"], "--slots 3 cannot be split evenly over data=2"),
         (["--slots", "0"], "argument --slots: must be at least 1, got 0"),
         (["--ckpt", "/nowhere/at/all"], "neither a directory nor a hub id"),
+        (["--ckpt", "llama3.1-8b"], "llama3.1-8b is a size, without weights: add --random"),
         (["--ckpt", "no-such-org/no-such-model"], "no-such-org/no-such-model"),
         (["--ckpt", str(ROOT / "tests")], "config.json is missing in"),
         (["--prompts", "/nowhere.txt"], "/nowhere.txt"),

@@ -372,7 +372,7 @@ def test_as_json_the_figures_are_numbers_and_floors_and_room_follow_from_them():
 @pytest.mark.parametrize(
     "args, message",
     [
-        ("--ckpt llama9", "'llama9' is neither a config.json, a directory, nor one of"),
+        ("--ckpt llama9", "'llama9' is no file, no directory, and none of"),
         ("--dry-run v9:2x2", "'v9:2x2' is unknown: give one of v4, v5e"),
         ("--dry-run v5e:9x9", "'v5e:9x9': "),
         ("--dry-run v5e:0x0", "'v5e:0x0': each side of a slice has 1 to 16 chips"),

@@ -346,6 +346,8 @@ def test_a_wrong_kind_of_thing_is_told_apart(session):
         log_probabilities(session.model, [1.5, 2.0])
     with pytest.raises(TypeError, match=r"<module 'llama3' .* is not a model file, such as"):
         load(llama3)
+    with pytest.raises(ValueError, match="kv_quant 'int4' is not int8"):
+        load(model, kv_quant="int4")
     with pytest.raises(TypeError, match="'llama3' is not a model file"):
         load("llama3")
     with pytest.raises(TypeError, match="make_mesh; 'tensor=2' is a text"):

@@ -416,9 +416,11 @@ def test_what_is_given_up_while_it_waits_is_forgotten():
     "options, told",
     [
         (dict(family="qwen3", slots=3), "3 slots cannot be split evenly over data=2"),
-        (dict(slots=0), "0 slots cannot be split evenly over data=1"),
+        (dict(slots=0), "slots must be an integer of at least 1, got 0"),
+        (dict(slots="2"), "slots must be an integer of at least 1, got '2'"),
         (dict(capacity=10**6), "the model's context, not 1000000"),
-        (dict(capacity=0), "the model's context, not 0"),
+        (dict(capacity=0), "capacity must be an integer of at least 1, got 0"),
+        (dict(capacity=9.5), "capacity must be an integer of at least 1, got 9.5"),
         (dict(draft="luck"), "draft 'luck' is neither"),
         (dict(reuse_multiple=0), "reuse_multiple must be an integer of at least 1, got 0"),
         (dict(draft_tokens=2.5), "draft_tokens must be an integer of at least 1, got 2.5"),

@@ -72,8 +72,9 @@ def read_shape(
         if Path(ckpt).is_file():
             return read_json(Path(ckpt)), None
         if "/" not in ckpt and not Path(ckpt).is_dir():
-            names = ", ".join(sizes)
-            raise ValueError(f"{ckpt!r} is neither a config.json, a directory, nor one of {names}")
+            raise ValueError(f"{ckpt!r} is no file, no directory, and none of {', '.join(sizes)}")
+    elif ckpt in published_sizes(module) and not Path(ckpt).exists():
+        raise ValueError(f"{ckpt} is a size, without weights: add --random, or give a checkpoint")
     directory = locate(ckpt, revision, ["config.json", ADAPTER] if config_only else FILES)
     if is_there(directory / ADAPTER) and not is_there(directory / "config.json"):
         raise ValueError(f"{ckpt} is an adapter: give it as --adapter, its base model as --ckpt")

@@ -119,9 +119,7 @@ def open_model(
         mesh = best_mesh(Plan(module, config, slots, capacity, **stored), devices)
     shards = model_shards(mesh)
     check_divides(declare(module, config, shards)[0], shards)
-    tokenizer = None
-    if directory is not None and has_tokenizer(directory):
-        tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory) if directory and has_tokenizer(directory) else None
     sampling, notes = ({}, []) if directory is None else read_generation(directory)
     notes += tokenizer.notes if tokenizer else []
     if not dtype and kind == jnp.bfloat16 and stored_dtype(hf) == "float16":
@@ -141,6 +139,8 @@ def storage_of(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> Stor
 def cache_dtype(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> jnp.dtype:
     """Picks the dtype of a cache: int8 if asked for, else float32 on CPU, else the model's dtype.
     XLA's CPU compiler would rewrite all of a bfloat16 cache at every update."""
+    if quant not in (None, "int8"):
+        raise ValueError(f"kv_quant {quant!r} is not int8")
     return jnp.dtype(quant or ("float32" if on_cpu else dtype))
 
 

@@ -223,15 +223,15 @@ def start_session(
     if model.weights is None:
         raise ValueError("the model has no weights: call load, or read_weights")
     models, mesh, rows = [model], model.mesh, model.mesh.shape[DATA]
-    if slots < 1 or slots % rows:
+    least = dict(slots=1, capacity=1, keep=0, reuse_multiple=1, draft_tokens=1)
+    given = (slots, capacity, keep, reuse_multiple, draft_tokens)
+    for (name, n), value in zip(least.items(), given, strict=True):
+        if not isinstance(value, Integral) or value < n:
+            raise ValueError(f"{name} must be an integer of at least {n}, got {value!r}")
+    if slots % rows:
         raise ValueError(f"{slots} slots cannot be split evenly over data={rows}")
-    limit = model.config.max_position_embeddings
-    if not 1 <= capacity <= limit:
+    if capacity > (limit := model.config.max_position_embeddings):
         raise ValueError(f"a slot has 1 to {limit} positions, the model's context, not {capacity}")
-    least = dict(keep=(keep, 0), reuse_multiple=(reuse_multiple, 1), draft_tokens=(draft_tokens, 1))
-    for name, (value, minimum) in least.items():
-        if not isinstance(value, Integral) or value < minimum:
-            raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
     if not 0 <= keep_host < math.inf:
         raise ValueError(f"keep_host must be finite and at least 0, got {keep_host}")
     if isinstance(draft, Model):
@@ -250,9 +250,8 @@ def start_session(
     if any(map(is_recurrent, caches)) and draft is not None and draft_tokens >= PENDING:
         raise ValueError(f"with recurrent layers at most {PENDING - 1} tokens are drafted at once")
     slot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches)) // rows
-    by_shard, text_BS = NamedSharding(mesh, P(DATA)), None
-    if draft is not None:
-        text_BS = jnp.zeros((slots, capacity + 1), jnp.int32, device=by_shard)
+    by_shard, text = NamedSharding(mesh, P(DATA)), (slots, capacity + 1)
+    text_BS = None if draft is None else jnp.zeros(text, jnp.int32, device=by_shard)
     return Session(
         models=models,
         slots=slots,
