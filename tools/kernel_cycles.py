@@ -1,11 +1,12 @@
 """Counts the cycles of one dense product on a TPU, for each way to store its matrix; or of whole
 steps of models in 8 and in 4 bits; or of the gated delta rule, with 32 heads of 128 x 128; or of
-decode attention and products by expert, beside the cycles in which their bytes arrive or their
-products are computed.
+attention in decoding and in prompts and of products by expert, beside the cycles in which their
+bytes arrive or their products are computed.
 
     python -m tools.kernel_cycles [--chip v5e:2x2] [--out 3584] [--in 8192]
     python -m tools.kernel_cycles [--chip v5e:2x2] --delta-rule
     python -m tools.kernel_cycles [--chip v5e:2x2] --attention
+    python -m tools.kernel_cycles [--chip v5e:2x2] --prompts
     python -m tools.kernel_cycles [--chip v5e:2x2] --experts
     python -m tools.kernel_cycles --steps [NAME ...]
 
@@ -21,6 +22,7 @@ are left. What the compiler writes no code for, such as collectives, counts as X
 import argparse
 import importlib
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -37,6 +39,7 @@ from common.command.cli import mistakes_on_one_line
 from common.fields import with_layers
 from common.kernels.decode_attention_tpu import decode_attention_tpu, ring_sizes
 from common.kernels.delta_rule import Tokens, delta_rule
+from common.kernels.prefill_attention_tpu import block_sizes, prefill_attention_tpu
 from common.kernels.ragged_dot import ragged_dot
 from common.machines.chips import CHIPS, devices_of
 from common.machines.dryrun import dry_run
@@ -120,18 +123,33 @@ def ask_for_code(folder: str) -> None:
     os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
 
 
-def bundles_of_a_block(folder: Path) -> int:
-    """Counts the bundles in which the kernel of prefill attention adds a block of positions that
-    all of its queries see. Of the code that branches skip, the longest part is the same with a
-    mask; then come the one that is wanted, the end of a row of blocks, and its beginning."""
+class PromptBundles(NamedTuple):
+    """The bundles of prefill attention for a block of queries."""
+
+    edge: int  # that add a block of positions of which some are hidden
+    inside: int  # that add a block that all queries see
+    ends: int  # around its blocks of positions
+    each: int  # that run for each block of positions, added or not
+
+
+def bundles_of_prompts(folder: Path) -> PromptBundles:
+    """The code between marks, the longest part first: the products with a mask, those without, the
+    end of a row of blocks, its beginning; no branch skips the rest."""
     file = max(folder.glob("*prefill_attention*[0-9]-final_bundles.txt"), key=os.path.getsize)
     lines = map(BUNDLE.match, file.read_text(errors="replace").splitlines())
     found = [match[1] for match in lines if match]
     marks = [i for i, tag in enumerate(found) if tag]
-    _, block, _, _, *others = sorted(
+    edge, inside, end, begin, *others = sorted(
         (b - a for a, b in itertools.pairwise([0, *marks, len(found)])), reverse=True
     )
-    return block + sum(others)
+    return PromptBundles(edge, inside, end + begin, sum(others))
+
+
+def bundles_of_a_block(folder: Path) -> int:
+    """Counts the bundles in which the kernel of prefill attention adds a block of positions that
+    all of its queries see."""
+    counted = bundles_of_prompts(folder)
+    return counted.inside + counted.each
 
 
 def measure(store: Any, rows: int, chip: str, n_out: int, n_in: int, folder: Path) -> str:
@@ -335,6 +353,100 @@ def print_attention(chip: str, folder: Path) -> None:
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
+# ---- prefill attention
+
+PROMPTS = tuple(itertools.product((512, 2048), (0, 8192, 65536)))  # tokens, and those before them
+
+
+class PromptHeads(NamedTuple):
+    """The heads of a device, their cache, and the rank of the latents that make keys and values."""
+
+    K: int
+    G: int
+    H: int
+    Hv: int
+    W: int  # numbers of a cached row; if they are not H, keys and values are in one row
+    rank: int = 0
+
+
+OF_PROMPTS = {
+    "1 head, G = 4": PromptHeads(1, 4, 128, 128, 128),
+    "1 head, G = 8": PromptHeads(1, 8, 128, 128, 128),
+    "8 heads, G = 4": PromptHeads(8, 4, 128, 128, 128),
+    "4 heads, G = 8": PromptHeads(4, 8, 128, 128, 128),
+    "8 heads of 64, [value, key] rows, G = 8": PromptHeads(8, 8, 64, 64, 128),
+    "latents, 128 heads": PromptHeads(128, 1, 192, 128, 640, 576),
+    "latents, 16 heads": PromptHeads(16, 1, 192, 128, 640, 576),
+}
+
+
+def measure_prompts(h: PromptHeads, dtype: Any, T: int, chip: str, folder: Path) -> PromptBundles:
+    """Compiles the attention of T tokens; the compiler writes into the folder."""
+    mesh, S = make_mesh(devices=devices_of(chip)[:1]), PROMPTS[-1][1] + 2048
+    put = partial(jax.ShapeDtypeStruct, sharding=jax.NamedSharding(mesh, P()))
+    q, rows = put((1, T, h.K * h.G, h.H), jnp.bfloat16), 1 if h.rank else h.K
+    k, apart = put((1, rows, S, h.W), dtype), h.W == h.H
+    scale = put((1, rows, S), jnp.float32) if dtype == "int8" else None
+    made_by = [put((h.K, h.W, n), jnp.bfloat16) for n in (h.H, h.Hv)] if h.rank else None
+    arrays = q, k, k if apart else None, put((1,), jnp.int32), scale, None if h.rank else scale
+
+    def run(arrays: Any, made_by: Any) -> Any:
+        options: Any = dict(scale=0.1, v_dim=None if apart or h.rank else h.Hv, made_by=made_by)
+        return prefill_attention_tpu(*arrays, **options)
+
+    run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    for file in folder.iterdir():
+        file.unlink()
+    jax.jit(run).lower(arrays, made_by).compile()
+    return bundles_of_prompts(folder)
+
+
+def of_prompt(
+    h: PromptHeads, n: PromptBundles, T: int, before: int, dtype: Any, chip: str
+) -> tuple[float, float]:
+    """Returns the cycles in which the products of a prompt are computed, or its cache arrives if
+    that takes longer, as a part of the bundles: for units that are full, and for units of which
+    heads fill a part. Keys and values that latents make are counted once."""
+    queries, block = block_sizes(T, h.G, PROMPTS[-1][1] + 2048)
+    bundles, first = 0, range(before, before + T, queries)
+    for begin in first:
+        added, inside = -(-min(begin + queries, before + T) // block), (begin + 1) // block
+        bundles += n.ends + inside * n.inside + (added - inside) * n.edge
+    bundles = h.K * (bundles + len(first) * -(-(before + T) // block) * n.each)
+    kind, seen = chip.partition(":")[0], T * before + T * (T + 1) // 2
+    side = math.isqrt(UNITS[kind] // (8 if kind == "v5p" else 4))
+
+    def products(pad: int) -> float:
+        H, Hv, rank = (-(-x // pad) * pad for x in (h.H, h.Hv, h.rank))
+        made = (before + T) * rank * (H + Hv)
+        return h.K * (h.G * seen * (H + Hv) + made) / UNITS[kind]
+
+    row = h.W * (1 if h.rank else h.K * (2 if h.W == h.H else 1))
+    arrive = (before + T) * row * jnp.dtype(dtype).itemsize / CHIPS[kind].bandwidth * CLOCKS[kind]
+    full, part = (max(products(pad), arrive) / bundles for pad in (1, side))
+    return full, part
+
+
+def print_prompts(chip: str, folder: Path) -> None:
+    """Each cell is for a cache in bf16 / int8."""
+    calls = " | ".join(f"{T} after {before:,}" for T, before in PROMPTS)
+    print(f"| heads, queries each | {calls} | with units that heads fill in part |")
+    print("|---" * (2 + len(PROMPTS)) + "|")
+    for name, h in OF_PROMPTS.items():
+        counted = {
+            (T, dtype): measure_prompts(h, dtype, T, chip, folder)
+            for T in (512, 2048)
+            for dtype in ("bfloat16", "int8")
+        }
+        cells = [
+            [of_prompt(h, counted[T, d], T, before, d, chip) for d in ("bfloat16", "int8")]
+            for T, before in PROMPTS
+        ]
+        texts = [f"{a[0]:.2f} / {b[0]:.2f}" for a, b in cells]
+        texts.append(f"{cells[-1][0][1]:.2f} / {cells[-1][1][1]:.2f}")
+        print(f"| {name} | {' | '.join(texts)} |", flush=True)
+
+
 # ---- whole steps
 
 
@@ -425,6 +537,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("--steps", nargs="*", choices=sizes, help="whole steps of these models, or all")
     ap.add_argument("--delta-rule", action="store_true", help="the gated delta rule")
     ap.add_argument("--attention", action="store_true", help="decode attention")
+    ap.add_argument("--prompts", action="store_true", help="attention of prompts")
     ap.add_argument("--experts", action="store_true", help="products by expert")
     args = ap.parse_args(argv)
     if min(args.out, args.n_in) < 1:
@@ -436,6 +549,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             return print_steps(chosen, Path(folder))
         if args.attention:
             return print_attention(args.chip, Path(folder))
+        if args.prompts:
+            return print_prompts(args.chip, Path(folder))
         if args.experts:
             return print_experts(args.chip, Path(folder))
         if args.delta_rule:
