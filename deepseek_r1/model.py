@@ -37,8 +37,8 @@ FEW_QUERIES (8), these are three, in `attend_latent`:
     reduce-scatter [B, T, N, C]      the merged results, in the model's dtype
 
 If T is larger, `attend_expanded` collects the cache from these t devices, some positions at a time,
-up to the longest slot's end. Each time it all-reduces [B, positions, W] in the cache's dtype, with
-zeros for what other devices hold, and for an int8 cache [B, positions] scales.
+up to the longest slot's end. They add up [B, positions, W] in the cache's dtype, where each has
+zeros for what others hold, and the [B, positions] scales of an int8 cache.
 """
 
 import math
@@ -157,19 +157,19 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: `attend` hides all past a slot's length, even NaN."""
+    slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN."""
 
     # For each layer [B, 1, S, W]: a row per position, which holds latent, rotated key and zeros.
     cache: tuple[RowCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
-    sampling: Sampling  # arrays of [B]: settings, and a seed; seed and length make each draw
+    sampling: Sampling  # arrays of [B]: settings and a seed; a draw is made from seed and length
 
 
 class Step(NamedTuple):
     """What all layers of one step share, on one device."""
 
-    end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
+    end_B: Array  # int32: length before the step + T, padding included; 0 in a skipped slot
     cos: Array  # float32 [B, T, 1, R / 2]
     sin: Array
     implementation: Impl  # of the kernels; static in jit
@@ -224,7 +224,7 @@ def rope_frequencies(config: Config) -> np.ndarray:
 
 
 def magnitude(factor: float, mscale: float) -> float:
-    """YaRN's sqrt(1 / t): how much queries and keys grow in a context `factor` times as long."""
+    """YaRN's sqrt(1 / t), which multiplies queries and keys in a context `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1
 
 
@@ -641,9 +641,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight; `*` is any number. Unknown names and weights without tensors
-    are errors. None, Dropped: not loaded. `Same("x")`: equal to x, or absent. `prefix.**`: all
-    names with that prefix; such a row wins over one with `*`."""
+    """Published name -> its weight; `*` is any number. A name that only the table or only the files
+    have is an error. None, Dropped: not loaded. `Same("x")`: equal to x, or absent. `prefix.**`:
+    all names with that prefix; such a row wins over one with `*`."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",

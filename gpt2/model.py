@@ -91,13 +91,13 @@ class DecodeState(NamedTuple):
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
-    sampling: Sampling  # arrays of [B]: settings, and a seed; seed and length make each draw
+    sampling: Sampling  # arrays of [B]: settings and a seed; a draw is made from seed and length
 
 
 class Step(NamedTuple):
     """What all layers of one step share, on one device."""
 
-    end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
+    end_B: Array  # int32: length before the step + T, padding included; 0 in a skipped slot
     implementation: Impl  # of the kernels; static in jit
 
 
@@ -123,7 +123,7 @@ def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
     kernel of common/kernels computes the same; a cap on scores must go into both. A query sees all
-    positions up to its own. `attend` puts zeros where no token is stored."""
+    positions up to its own. Where no token is stored, k_KSH and v_KSH are 0."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -270,7 +270,7 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. If `shards` has several parts, zeros pad each split
-    dimension until its parts are equal. Layers store matrices as `Transposed`: [in, out]."""
+    dimension until its parts are equal. Layers hold matrices as `Transposed`, as [in, out]."""
     c, n = config, shards.model
     NH = len(split_heads(c.num_attention_heads, c.num_attention_heads, n).query) * c.head_dim
     D, F, V = c.hidden_size, round_up(c.intermediate_size, n), round_up(c.vocab_size, n)
@@ -313,8 +313,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
-    moves whole heads along an axis, so that those of a device lie together. None: not loaded.
+    """Published name -> its weight. A name that only the table or only the files have is an error.
+    An Order moves whole heads along an axis, so that a device's lie together. None: not loaded.
     `Same("x")`: equal to x, or absent."""
     blocks = split_fused(config.num_attention_heads, shards.model)
     qkv = partial(Order, size=config.head_dim, blocks=blocks)

@@ -141,17 +141,17 @@ class DecodeState(NamedTuple):
 
     # For each layer two arrays of [B, K, S, H]: rotated keys, and values. If H is not a multiple of
     # 128, they share one, [B, K, S, 2 * H]. In a sliding layer S is at most about sliding_window +
-    # 2048, and position p is in place p % S. What padding overwrites is seen no more.
+    # 2048, and position p is in place p % S.
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
-    sampling: Sampling  # arrays of [B]: settings, and a seed; seed and length make each draw
+    sampling: Sampling  # arrays of [B]: settings and a seed; a draw is made from seed and length
 
 
 class Step(NamedTuple):
     """What all layers of one step share, on one device."""
 
-    end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
+    end_B: Array  # int32: length before the step + T, padding included; 0 in a skipped slot
     cos: Array  # float32 [B, T, 1, H / 2]
     sin: Array
     implementation: Impl  # of the kernels; static in jit
@@ -359,8 +359,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens, all int32, to each slot, and samples the next. The sum
     of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
-    past count_B are padding. They are computed too, but no later token depends on them, because
-    their keys land at or past the slot's new length, or are dropped if past the capacity."""
+    past count_B are padding. No later token depends on them: their keys land past the slot's new
+    length, or in a ring on keys that no query sees any more, or are dropped past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -435,7 +435,7 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
     In mxfp4 each part of F has whole groups. On 4 devices, key/value heads 0 and 1 become copies 0,
-    0, 1, 1; the copies of a head divide its query heads in order. `expert` must divide E."""
+    0, 1, 1, and the query heads of each are split between its copies. `expert` must divide E."""
     c, n, mxfp4 = config, shards.model, Mxfp4 if config.mxfp4 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     N, q, kv = len(heads.query), len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -492,9 +492,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
-    moves whole heads along an axis, so that those of a device lie together. SPLIT: the file splits
-    the last axis in two. SWAPPED: it swaps the last two. `Same("x")`: equal to x, or absent."""
+    """Published name -> its weight. A name that only the table or only the files have is an error.
+    An Order moves whole heads along an axis, so that a device's lie together. SPLIT: the file
+    splits the last axis in two. SWAPPED: it swaps the last 2. `Same("x")`: equal to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {

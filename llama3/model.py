@@ -99,13 +99,13 @@ class DecodeState(NamedTuple):
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
-    sampling: Sampling  # arrays of [B]: settings, and a seed; seed and length make each draw
+    sampling: Sampling  # arrays of [B]: settings and a seed; a draw is made from seed and length
 
 
 class Step(NamedTuple):
     """What all layers of one step share, on one device."""
 
-    end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
+    end_B: Array  # int32: length before the step + T, padding included; 0 in a skipped slot
     cos: Array  # float32 [B, T, 1, H / 2]
     sin: Array
     implementation: Impl  # of the kernels; static in jit
@@ -159,7 +159,7 @@ def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
     kernel of common/kernels computes the same; a cap on scores must go into both. A query sees all
-    positions up to its own. `attend` puts zeros where no token is stored."""
+    positions up to its own. Where no token is stored, k_KSH and v_KSH are 0."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -312,8 +312,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    On 4 devices, key/value heads 0 and 1 become copies 0, 0, 1, 1; the copies of a head divide its
-    query heads in order. (Query head n uses head n // G.)"""
+    On 4 devices, key/value heads 0 and 1 become copies 0, 0, 1, 1, and the query heads of each are
+    split between its copies. (Query head n uses head n // G.)"""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -353,8 +353,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
-    moves whole heads along an axis, so that those of a device lie together. None: not loaded.
+    """Published name -> its weight. A name that only the table or only the files have is an error.
+    An Order moves whole heads along an axis, so that a device's lie together. None: not loaded.
     `Same("x")`: equal to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)

@@ -156,17 +156,17 @@ class DecodeState(NamedTuple):
 
     # For each layer two arrays of [B, K, S, H]: keys, and values. If H is no multiple of 128, they
     # share one, [B, K, S, 2 * H]. In a rotary layer S is at most about two chunks, and position p
-    # is in place p % S. What padding overwrites is seen no more.
+    # is in place p % S.
     cache: tuple[LayerCache, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
-    sampling: Sampling  # arrays of [B]: settings, and a seed; seed and length make each draw
+    sampling: Sampling  # arrays of [B]: settings and a seed; a draw is made from seed and length
 
 
 class Step(NamedTuple):
     """What all layers of one step share, on one device."""
 
-    end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
+    end_B: Array  # int32: length before the step + T, padding included; 0 in a skipped slot
     cos: Array  # float32 [B, T, 1, H / 2]
     sin: Array
     query_scale: Array  # float32 [B, T, 1, 1], for layers that are not rotary
@@ -370,8 +370,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens, all int32, to each slot, and samples the next. The sum
     of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
-    past count_B are padding. They are computed too, but no later token depends on them, because
-    their keys land at or past the slot's new length, or are dropped if past the capacity."""
+    past count_B are padding. No later token depends on them: their keys land past the slot's new
+    length, or in a ring on keys that no query sees any more, or are dropped past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -452,8 +452,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    On 4 devices, key/value heads 0 and 1 become copies 0, 0, 1, 1; the copies of a head divide its
-    query heads in order. `expert` must divide E."""
+    On 4 devices, key/value heads 0 and 1 become copies 0, 0, 1, 1, and the query heads of each are
+    split between its copies. `expert` must divide E."""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -530,10 +530,10 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
-    moves whole heads along an axis, so that those of a device lie together; in w_gate_up, a
-    device's `gate` rows and then its `up` rows. SWAPPED: the file swaps the last two axes. None:
-    not loaded. `Same("x")`: equal to x, or absent. `prefix.**`: all names with that prefix."""
+    """Published name -> its weight. A name that only the table or only the files have is an error.
+    An Order rearranges an axis: a device's heads lie together; in w_gate_up, its `gate` rows come
+    before its `up` rows. SWAPPED: the file swaps the last two axes. None: not loaded. `Same("x")`:
+    equal to x, or absent. `prefix.**`: all names with that prefix."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     rows = split_fused(config.intermediate_size, shards.tensor, parts=2)
@@ -563,7 +563,7 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         "model.norm.weight": "norm",
         "lm_head.weight": Same("embed") if config.tie_word_embeddings else "head",
     }
-    if config.packing is not None:  # each expert has its own tensors; the loader joins gate and up
+    if config.packing is not None:  # gate and up of each expert, which the loader has joined
         at, fused = "model.layers.*.feed_forward.experts.", Order(axis=0, size=1, blocks=rows)
         del table[f"{at}gate_up_proj"], table[f"{at}down_proj"]
         table[f"{at}*.gate_up_proj.weight"] = "layers.*.mlp.experts.w_gate_up", fused

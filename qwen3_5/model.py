@@ -162,13 +162,13 @@ class DecodeState(NamedTuple):
     cache: tuple[LayerCache | Recurrent, ...]
     length_B: Array  # int32: tokens in the cache
     token_B: Array  # int32: the newest token, which is not in the cache yet
-    sampling: Sampling  # arrays of [B]: settings, and a seed; seed and length make each draw
+    sampling: Sampling  # arrays of [B]: settings and a seed; a draw is made from seed and length
 
 
 class Step(NamedTuple):
     """What all layers of one step share, on one device."""
 
-    end_B: Array  # int32: length + T, though some of T may be padding; 0 if the slot is skipped
+    end_B: Array  # int32: length before the step + T, padding included; 0 in a skipped slot
     real_BT: Array  # bool: false for padding
     cos: Array  # float32 [B, T, 1, R / 2], for the R numbers of a head that rotate
     sin: Array
@@ -231,7 +231,7 @@ def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
     kernel of common/kernels computes the same; a cap on scores must go into both. A query sees all
-    positions up to its own. `attend` puts zeros where no token is stored."""
+    positions up to its own. Where no token is stored, k_KSH and v_KSH are 0."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -526,7 +526,7 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
     In fp8 each part of F has whole blocks. On 4 devices, key/value heads 0 and 1 become copies 0,
-    0, 1, 1; the copies of a head divide its query heads in order. `expert` must divide E."""
+    0, 1, 1, and the query heads of each are split between its copies. `expert` must divide E."""
     c, n, fp8 = config, shards.model, Fp8 if config.fp8 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -624,8 +624,8 @@ def fused_order(config: Config, n: int) -> tuple[int, tuple[int, ...]]:
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. Unknown names and weights without tensors are errors. An Order
-    moves whole heads along an axis, so that those of a device lie together. None: not loaded.
+    """Published name -> its weight. A name that only the table or only the files have is an error.
+    An Order moves whole heads along an axis, so that a device's lie together. None: not loaded.
     `Same("x")`: equal to x, or absent. `prefix.**`: all names with that prefix."""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
