@@ -359,8 +359,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens, all int32, to each slot, and samples the next. The sum
     of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
-    past count_B are padding. No later token depends on them: their keys land past the slot's new
-    length, or in a ring on keys that no query sees any more, or are dropped past the capacity."""
+    past count_B are padding. They are computed too, but no later token depends on them: their keys
+    land where no query looks, or are dropped past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -494,7 +494,7 @@ def init_state(
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. A name that only the table or only the files have is an error.
     An Order moves whole heads along an axis, so that a device's lie together. SPLIT: the file
-    splits the last axis in two. SWAPPED: it swaps the last 2. `Same("x")`: equal to x, or absent."""
+    splits the last axis in two. SWAPPED: last two swapped. `Same("x")`: equal to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {
