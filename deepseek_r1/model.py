@@ -22,8 +22,8 @@ experts, X experts of a token, G groups of experts, V vocabulary, L layers.
 Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and shared MLPs are split
 over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`.
 The F of an expert and the positions of a cache are split over `tensor`. wq_a and wkv_a are
-replicated. Shapes in classes are of whole arrays. In code inside `shard_map`, and in the rest of
-this docstring, B, N, F, E, V and the S of a cache count one device's part (a router has all E).
+replicated. Shapes in classes are of whole arrays. In code inside `shard_map`, and in the next
+paragraphs, B, N, F, E, V and the S of a cache count one device's part (a router has all E).
 
 A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
 attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
@@ -37,8 +37,8 @@ FEW_QUERIES (8), these are three, in `attend_latent`:
     reduce-scatter [B, T, N, C]      the merged results, in the model's dtype
 
 If T is larger, `attend_expanded` collects the cache from these t devices, some positions at a time,
-up to the longest slot's end. They add up [B, positions, W] in the cache's dtype, where each has
-zeros for what others hold, and the [B, positions] scales of an int8 cache.
+up to the longest slot's end. Each time, they all-reduce [B, positions, W] in the cache's dtype,
+zeros but for their own positions, and [B, positions] scales if it is int8.
 """
 
 import math
@@ -224,7 +224,7 @@ def rope_frequencies(config: Config) -> np.ndarray:
 
 
 def magnitude(factor: float, mscale: float) -> float:
-    """YaRN's sqrt(1 / t), which multiplies queries and keys in a context `factor` times as long."""
+    """By what YaRN multiplies queries and keys in a context `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1
 
 
@@ -296,8 +296,8 @@ def latent_attention(
     Otherwise `expanded` or `absorbed` computes the same. A query sees positions up to its own."""
     C, U, R = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
     latent_SC, k_rope_SR = rows_SW[:, :C], rows_SW[:, C : C + R]
-    kv_SNH = linear(latent_SC, layer.wkv).reshape(len(rows_SW), -1, U + config.v_head_dim)
-    k_SNU, v_SNJ = jnp.split(kv_SNH, [U], axis=-1)
+    kv = linear(latent_SC, layer.wkv).reshape(len(rows_SW), -1, U + config.v_head_dim)
+    k_SNU, v_SNJ = jnp.split(kv, [U], axis=-1)
     score_NTS = jnp.einsum("tnu,snu->nts", q.nope, k_SNU)
     score_NTS = (score_NTS + jnp.einsum("tnr,sr->nts", q.rope, k_rope_SR)) * softmax_scale(config)
     seen_TS = position_S <= position_T[:, None]
@@ -397,7 +397,7 @@ def in_best_groups(choice_ME: Array, count: int, config: Config) -> Array:
 
 
 def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
-    """[rows, D] -> [rows, D]: each row through the MLP of its expert, whose matrix `dot` picks."""
+    """[rows, D] -> [rows, D]: each row through the MLP of its expert. `dot` picks its matrix."""
     return dot(jax.nn.silu(dot(x, w.w_gate)) * dot(x, w.w_up), w.w_down)
 
 
@@ -641,8 +641,8 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight; `*` is any number. A name that only the table or only the files
-    have is an error. None, Dropped: not loaded. `Same("x")`: equal to x, or absent. `prefix.**`:
+    """Published name -> its weight; `*` is any number. An unknown tensor is an error, and so is a
+    weight without one. None, Dropped: not loaded. `Same("x")`: equal to x, or absent. `prefix.**`:
     all names with that prefix; such a row wins over one with `*`."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {

@@ -16,7 +16,7 @@ many key/value heads (K = N, G = 1), H head dimension, F MLP width, V vocabulary
 
 Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split over MODEL, which is
 the axes `expert` and `tensor` taken as one. Shapes in classes are of whole, padded arrays. In code
-inside `shard_map`, and in the rest of this docstring, B, N, K, F and V count one device's part.
+inside `shard_map`, and in the next paragraph, B, N, K, F and V count one device's part.
 
 A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
 attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
@@ -313,9 +313,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. A name that only the table or only the files have is an error.
-    An Order moves whole heads along an axis, so that a device's lie together. None: not loaded.
-    `Same("x")`: equal to x, or absent."""
+    """Published name -> its weight. An unknown tensor is an error, and so is a weight without one.
+    An Order moves whole heads along an axis, so that those of a device lie together. None: not
+    loaded. `Same("x")`: equal to x, or absent."""
     blocks = split_fused(config.num_attention_heads, shards.model)
     qkv = partial(Order, size=config.head_dim, blocks=blocks)
     table: Table = {

@@ -18,8 +18,8 @@ experts, X experts of a token, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads and vocabulary are split over MODEL, which is the
 axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of each over
-`tensor`. Shapes in classes are of whole, padded arrays. In code inside `shard_map`, and in the rest
-of this docstring, B, N, K, F, E and V count one device's part (a router has all E).
+`tensor`. Shapes in classes are of whole, padded arrays. In code inside `shard_map`, and in the next
+paragraph, B, N, K, F, E and V count one device's part (a router has all E).
 
 A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
 attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
@@ -274,7 +274,7 @@ def swiglu(gate_up: Array, limit: float) -> Array:
 
 
 def experts(x: Array, w: Experts, dot: Callable[..., Array], limit: float) -> Array:
-    """[rows, D] -> [rows, D]: each row through the MLP of its expert, whose matrix `dot` picks."""
+    """[rows, D] -> [rows, D]: each row through the MLP of its expert. `dot` picks its matrix."""
     h = swiglu(dot(x, w.w_gate_up, bias_EO=w.b_gate_up), limit)
     b_down = jnp.where(lax.axis_index(TENSOR) == 0, w.b_down, 0)  # psum must add it once
     return dot(h, w.w_down, bias_EO=b_down)
@@ -421,8 +421,8 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
         hf,
         model_types=("gpt_oss",),
         fields_read=rope | dict(mxfp4=mxfp4),
-        # Refused: projections without biases, another activation, another alpha, two numbers
-        # for experts_per_token. (Published files say silu; the experts compute swiglu.)
+        # Refused: projections without biases, another activation, another alpha, experts_per_token
+        # other than num_experts_per_tok. (Published files say silu; the experts compute swiglu.)
         accepted=dict(hidden_act=SILU, attention_bias=True, swiglu_alpha=SWIGLU_ALPHA) | same,
         ignored=("initial_context_length",),
     )
@@ -434,8 +434,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    In mxfp4 each part of F has whole groups. On 4 devices, key/value heads 0 and 1 become copies 0,
-    0, 1, 1, and the query heads of each are split between its copies. `expert` must divide E."""
+    In mxfp4 each part of F has whole groups. With more devices than key/value heads, a head has
+    copies, such as 0, 0, 1, 1, which split its query heads in order. `expert` must divide E."""
     c, n, mxfp4 = config, shards.model, Mxfp4 if config.mxfp4 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     N, q, kv = len(heads.query), len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -492,9 +492,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. A name that only the table or only the files have is an error.
-    An Order moves whole heads along an axis, so that a device's lie together. SPLIT: the file
-    splits the last axis in two. SWAPPED: last two swapped. `Same("x")`: equal to x, or absent."""
+    """Published name -> its weight. An unknown tensor is an error, and so is a weight without one.
+    An Order moves whole heads along an axis, so those of a device lie together. SPLIT: files split
+    the last axis. SWAPPED: they swap the last two. `Same("x")`: equal to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {

@@ -10,7 +10,7 @@ key/value heads with G = N / K queries each, H head dimension, F MLP width, V vo
 
 Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split over MODEL, which is
 the axes `expert` and `tensor` taken as one. Shapes in classes are of whole, padded arrays. In code
-inside `shard_map`, and in the rest of this docstring, B, N, K, F and V count one device's part.
+inside `shard_map`, and in the next paragraph, B, N, K, F and V count one device's part.
 
 A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
 attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
@@ -312,8 +312,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    On 4 devices, key/value heads 0 and 1 become copies 0, 0, 1, 1, and the query heads of each are
-    split between its copies. (Query head n uses head n // G.)"""
+    With more devices than key/value heads, a head has copies, such as 0, 0, 1, 1, which split its
+    query heads in order. (Query head n uses head n // G.)"""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -353,9 +353,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. A name that only the table or only the files have is an error.
-    An Order moves whole heads along an axis, so that a device's lie together. None: not loaded.
-    `Same("x")`: equal to x, or absent."""
+    """Published name -> its weight. An unknown tensor is an error, and so is a weight without one.
+    An Order moves whole heads along an axis, so that those of a device lie together. None: not
+    loaded. `Same("x")`: equal to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     return {

@@ -20,7 +20,7 @@ experts, X experts of a token, V vocabulary, L layers.
 Slots are split over the mesh axis `data`. Heads, vocabulary, dense MLPs and shared MLPs are split
 over MODEL, which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`,
 and the F of each over `tensor`. Shapes in classes are of whole arrays. In code inside `shard_map`,
-and in the rest of this docstring, B, N, K, F, E and V count one device's part (a router has all E).
+and in the next paragraph, B, N, K, F, E and V count one device's part (a router has all E).
 
 A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
 attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
@@ -283,7 +283,7 @@ def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
 
 
 def experts(x: Array, w: Experts, dot: Callable[..., Array]) -> Array:
-    """[rows, D] -> [rows, D]: each row through the MLP of its expert, whose matrix `dot` picks."""
+    """[rows, D] -> [rows, D]: each row through the MLP of its expert. `dot` picks its matrix."""
     gate, up = jnp.split(dot(x, w.w_gate_up), 2, axis=-1)
     return dot(jax.nn.silu(gate) * up, w.w_down)
 
@@ -452,8 +452,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    On 4 devices, key/value heads 0 and 1 become copies 0, 0, 1, 1, and the query heads of each are
-    split between its copies. `expert` must divide E."""
+    With more devices than key/value heads, a head has copies, such as 0, 0, 1, 1, which split its
+    query heads in order. `expert` must divide E."""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -530,7 +530,7 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. A name that only the table or only the files have is an error.
+    """Published name -> its weight. An unknown tensor is an error, and so is a weight without one.
     An Order rearranges an axis: a device's heads lie together; in w_gate_up, its `gate` rows come
     before its `up` rows. SWAPPED: the file swaps the last two axes. None: not loaded. `Same("x")`:
     equal to x, or absent. `prefix.**`: all names with that prefix."""

@@ -19,7 +19,7 @@ experts, X experts of a token, V vocabulary, L layers.
 Slots are split over the mesh axis `data`. Heads, dense MLPs and vocabulary are split over MODEL,
 which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of
 each over `tensor`. Shapes in classes are of whole, padded arrays. In code inside `shard_map`, and
-in the rest of this docstring, B, N, K, F, E and V count one device's part (a router has all E).
+in the next paragraph, B, N, K, F, E and V count one device's part (a router has all E).
 
 A greedy step has 2 L + 3 collectives over MODEL: [B, T, D] is all-reduced after the embedding, each
 attention and each MLP (2 B T D bytes in bfloat16), and [B] twice in `sample` (4 bytes a slot). If
@@ -265,7 +265,7 @@ def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
 
 
 def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
-    """[rows, D] -> [rows, D]: each row through the MLP of its expert, whose matrix `dot` picks."""
+    """[rows, D] -> [rows, D]: each row through the MLP of its expert. `dot` picks its matrix."""
     return dot(jax.nn.silu(dot(x, w.w_gate)) * dot(x, w.w_up), w.w_down)
 
 
@@ -448,8 +448,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    In fp8 each part of F has whole blocks. On 4 devices, key/value heads 0 and 1 become copies 0,
-    0, 1, 1, and the query heads of each are split between its copies. `expert` must divide E."""
+    In fp8 each part of F has whole blocks. With more devices than key/value heads, a head has
+    copies, such as 0, 0, 1, 1, which split its query heads in order. `expert` must divide E."""
     c, n, fp8 = config, shards.model, Fp8 if config.fp8 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -512,9 +512,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. A name that only the table or only the files have is an error.
-    An Order moves whole heads along an axis, so that a device's lie together. None: not loaded.
-    `Same("x")`: equal to x, or absent."""
+    """Published name -> its weight. An unknown tensor is an error, and so is a weight without one.
+    An Order moves whole heads along an axis, so that those of a device lie together. None: not
+    loaded. `Same("x")`: equal to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {
