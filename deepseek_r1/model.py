@@ -641,9 +641,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight; `*` is any number. An unknown tensor is an error, and so is a
-    weight without one. None, Dropped: not loaded. `Same("x")`: equal to x, or absent. `prefix.**`:
-    all names with that prefix; such a row wins over one with `*`."""
+    """Published name -> its weight; `*` is any number. An unknown tensor is an error; so is a
+    weight that no tensor fills. None, Dropped: not loaded. `Same("x")`: equal to x, or absent.
+    `prefix.**`: all names with that prefix; such a row wins over one with `*`."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",

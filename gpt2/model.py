@@ -11,8 +11,8 @@ by its position. Each layer adds to x twice, and reads x through a norm each tim
 The logits are the products of norm(x) with the rows of the table in which ids were looked up. The
 keys and values of earlier tokens are kept: they are the cache.
 
-Dimensions: B slots, T query tokens (1 when decoding), S cache positions, D model, N query heads, as
-many key/value heads (K = N, G = 1), H head dimension, F MLP width, V vocabulary, L layers.
+Dimensions: B slots, T query tokens (1 when decoding), S cache positions, D model, N query heads, K
+= N key/value heads with G = 1 query each, H head dimension, F MLP width, V vocabulary, L layers.
 
 Slots are split over the mesh axis `data`. Heads, MLP and vocabulary are split over MODEL, which is
 the axes `expert` and `tensor` taken as one. Shapes in classes are of whole, padded arrays. In code
@@ -121,9 +121,9 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 
 def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
-    by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
-    kernel of common/kernels computes the same; a cap on scores must go into both. A query sees all
-    positions up to its own. Where no token is stored, k_KSH and v_KSH are 0."""
+    by up to 0.125, and its probability by 13 %. implementation="reference" runs it; otherwise a
+    kernel in common/kernels computes the same. Whoever changes scores here changes them there, too.
+    A query sees all positions up to its own. `attend` has put zeros past the length."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -270,7 +270,7 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. If `shards` has several parts, zeros pad each split
-    dimension until its parts are equal. Layers hold matrices as `Transposed`, as [in, out]."""
+    dimension until its parts are equal. `Transposed` holds [out, in] matrices as [in, out]."""
     c, n = config, shards.model
     NH = len(split_heads(c.num_attention_heads, c.num_attention_heads, n).query) * c.head_dim
     D, F, V = c.hidden_size, round_up(c.intermediate_size, n), round_up(c.vocab_size, n)
@@ -313,9 +313,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. An unknown tensor is an error, and so is a weight without one.
-    An Order moves whole heads along an axis, so that those of a device lie together. None: not
-    loaded. `Same("x")`: equal to x, or absent."""
+    """Published name -> its weight. An unknown tensor is an error; so is a weight that no tensor
+    fills. An Order moves whole heads along an axis, so that those of a device lie together. None:
+    not loaded. `Same("x")`: equal to x, or absent."""
     blocks = split_fused(config.num_attention_heads, shards.model)
     qkv = partial(Order, size=config.head_dim, blocks=blocks)
     table: Table = {

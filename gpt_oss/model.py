@@ -228,8 +228,8 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 
 def attend_slot(slot: Slot, scale: float, sinks_N: Array, window: int | None = None) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
-    by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
-    kernel of common/kernels computes the same; a cap on scores must go into both. A query sees all
+    by up to 0.125, and its probability by 13 %. implementation="reference" runs it; otherwise a
+    kernel in common/kernels computes the same. Change both to change scores. A query sees all
     positions up to its own, or the last `window` of them. A sink is a score without a value."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
@@ -434,8 +434,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    In mxfp4 each part of F has whole groups. With more devices than key/value heads, a head has
-    copies, such as 0, 0, 1, 1, which split its query heads in order. `expert` must divide E."""
+    In mxfp4 each part of F has whole groups. Two key/value heads on 4 devices become 0, 0, 1, 1;
+    the two copies of a head share its query heads in order. `expert` must divide E."""
     c, n, mxfp4 = config, shards.model, Mxfp4 if config.mxfp4 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     N, q, kv = len(heads.query), len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -492,9 +492,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. An unknown tensor is an error, and so is a weight without one.
-    An Order moves whole heads along an axis, so those of a device lie together. SPLIT: files split
-    the last axis. SWAPPED: they swap the last two. `Same("x")`: equal to x, or absent."""
+    """Published name -> its weight. An unknown tensor is an error; so is a weight without any. An
+    Order moves whole heads along an axis, so those of a device lie together. SPLIT: files split the
+    last axis. SWAPPED: they swap the last two. `Same("x")`: equal to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {

@@ -157,9 +157,9 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 
 def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
-    by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
-    kernel of common/kernels computes the same; a cap on scores must go into both. A query sees all
-    positions up to its own. Where no token is stored, k_KSH and v_KSH are 0."""
+    by up to 0.125, and its probability by 13 %. implementation="reference" runs it; otherwise a
+    kernel in common/kernels computes the same. Whoever changes scores here changes them there, too.
+    A query sees all positions up to its own. `attend` has put zeros past the length."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -312,8 +312,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    With more devices than key/value heads, a head has copies, such as 0, 0, 1, 1, which split its
-    query heads in order. (Query head n uses head n // G.)"""
+    Two key/value heads on 4 devices become 0, 0, 1, 1; the two copies of a head share its query
+    heads in order. (Query head n uses head n // G.)"""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -353,9 +353,9 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. An unknown tensor is an error, and so is a weight without one.
-    An Order moves whole heads along an axis, so that those of a device lie together. None: not
-    loaded. `Same("x")`: equal to x, or absent."""
+    """Published name -> its weight. An unknown tensor is an error; so is a weight that no tensor
+    fills. An Order moves whole heads along an axis, so that those of a device lie together. None:
+    not loaded. `Same("x")`: equal to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     return {

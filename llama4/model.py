@@ -236,8 +236,8 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 
 def attend_slot(slot: Slot, scale: float, chunk: int | None = None) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
-    by up to 0.125, and its probability by 13 %. implementation="reference" runs it. Otherwise a
-    kernel of common/kernels computes the same; a cap on scores must go into both. A query sees the
+    by up to 0.125, and its probability by 13 %. implementation="reference" runs it; otherwise a
+    kernel in common/kernels computes the same. Change both to change scores. A query sees the
     positions up to its own that are in the same chunk; without chunks, all of them."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
@@ -452,8 +452,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    With more devices than key/value heads, a head has copies, such as 0, 0, 1, 1, which split its
-    query heads in order. `expert` must divide E."""
+    Two key/value heads on 4 devices become 0, 0, 1, 1; the two copies of a head share its query
+    heads in order. `expert` must divide E."""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -530,10 +530,10 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. An unknown tensor is an error, and so is a weight without one.
-    An Order rearranges an axis: a device's heads lie together; in w_gate_up, its `gate` rows come
-    before its `up` rows. SWAPPED: the file swaps the last two axes. None: not loaded. `Same("x")`:
-    equal to x, or absent. `prefix.**`: all names with that prefix."""
+    """Published name -> its weight. An unknown tensor is an error; so is a weight that no tensor
+    fills. An Order rearranges an axis: a device's heads lie together; in w_gate_up, its `gate` rows
+    come before its `up` rows. SWAPPED: the file swaps the last two axes. None: not loaded.
+    `Same("x")`: equal to x, or absent. `prefix.**`: all names with that prefix."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     rows = split_fused(config.intermediate_size, shards.tensor, parts=2)
@@ -563,7 +563,7 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         "model.norm.weight": "norm",
         "lm_head.weight": Same("embed") if config.tie_word_embeddings else "head",
     }
-    if config.packing is not None:  # gate and up of each expert, which the loader has joined
+    if config.packing is not None:  # such files hold gate and up apart; the loader has joined them
         at, fused = "model.layers.*.feed_forward.experts.", Order(axis=0, size=1, blocks=rows)
         del table[f"{at}gate_up_proj"], table[f"{at}down_proj"]
         table[f"{at}*.gate_up_proj.weight"] = "layers.*.mlp.experts.w_gate_up", fused
