@@ -37,8 +37,8 @@ FEW_QUERIES (8), these are three, in `attend_latent`:
     reduce-scatter [B, T, N, C]      the merged results, in the model's dtype
 
 If T is larger, `attend_expanded` collects the cache from these t devices, some positions at a time,
-up to the longest slot's end. Each time, they all-reduce [B, positions, W] in the cache's dtype,
-zeros but for their own positions, and [B, positions] scales if it is int8.
+up to the longest slot's end: by all-reduces of [B, positions, W] in the cache's dtype, to which a
+device adds zeros where another has numbers, and of [B, positions] scales in int8.
 """
 
 import math
@@ -224,7 +224,7 @@ def rope_frequencies(config: Config) -> np.ndarray:
 
 
 def magnitude(factor: float, mscale: float) -> float:
-    """By what YaRN multiplies queries and keys in a context `factor` times as long."""
+    """YaRN: what queries and keys are multiplied by in a context `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1
 
 
@@ -479,10 +479,10 @@ def extend(
     mesh: Mesh,
     implementation: str = AUTO,
 ) -> DecodeState:
-    """Appends the first count_B of T tokens, all int32, to each slot, and samples the next. The sum
-    of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
-    past count_B are padding. They are computed too, but no later token depends on them: their keys
-    land where no query looks, or are dropped past the capacity."""
+    """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
+    length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
+    count_B are padding. They are computed too, but no later token depends on them: their keys land
+    where no query looks, or are dropped past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -539,7 +539,8 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     v2 = hf.get("model_type") == "deepseek_v2"
     scoring = "softmax" if v2 else "sigmoid"
     # Refused: other router scores, another activation, biases, rotation of halves (i, i + R / 2),
-    # dense layers among those with experts, other ways to choose experts; in V2, norm_topk_prob.
+    # fewer key/value heads, dense layers among those with experts, other ways to choose experts; in
+    # V2, norm_topk_prob. (V2 without groups ignores n_group and topk_group.)
     accepted: dict[str, Any] = dict(scoring_func=scoring, hidden_act=SILU)
     accepted |= dict(attention_bias=False, mlp_bias=False, rope_interleave=True, moe_layer_freq=1)
     accepted |= dict(num_key_value_heads=hf.get("num_attention_heads"))

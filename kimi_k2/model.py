@@ -39,8 +39,8 @@ FEW_QUERIES (8), these are three, in `attend_latent`:
     reduce-scatter [B, T, N, C]      the merged results, in the model's dtype
 
 If T is larger, `attend_expanded` collects the cache from these t devices, some positions at a time,
-up to the longest slot's end. Each time, they all-reduce [B, positions, W] in the cache's dtype,
-zeros but for their own positions, and [B, positions] scales if it is int8.
+up to the longest slot's end: by all-reduces of [B, positions, W] in the cache's dtype, to which a
+device adds zeros where another has numbers, and of [B, positions] scales in int8.
 """
 
 import math
@@ -223,7 +223,7 @@ def rope_frequencies(config: Config) -> np.ndarray:
 
 
 def magnitude(factor: float, mscale: float) -> float:
-    """By what YaRN multiplies queries and keys in a context `factor` times as long."""
+    """YaRN: what queries and keys are multiplied by in a context `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1
 
 
@@ -463,10 +463,10 @@ def extend(
     mesh: Mesh,
     implementation: str = AUTO,
 ) -> DecodeState:
-    """Appends the first count_B of T tokens, all int32, to each slot, and samples the next. The sum
-    of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
-    past count_B are padding. They are computed too, but no later token depends on them: their keys
-    land where no query looks, or are dropped past the capacity."""
+    """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
+    length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
+    count_B are padding. They are computed too, but no later token depends on them: their keys land
+    where no query looks, or are dropped past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -525,8 +525,8 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
         if hf["model_type"] == "deepseek_v3":  # as transformers spells it
             hf["model_type"] = "kimi_k2"
     # Refused: other router scores, other ways to choose experts, experts in groups, another
-    # activation, biases, dense layers among those with experts (moe_layer_freq), extra layers that
-    # draft tokens (num_nextn_predict_layers).
+    # activation, biases, rotation of halves, fewer key/value heads, dense layers among those with
+    # experts (moe_layer_freq), extra layers that draft tokens (num_nextn_predict_layers).
     accepted = dict(scoring_func="sigmoid", topk_method="noaux_tc", n_group=1, topk_group=1)
     accepted |= dict(hidden_act=SILU, attention_bias=False, moe_layer_freq=1, rope_interleave=True)
     accepted |= dict(num_key_value_heads=hf.get("num_attention_heads"))

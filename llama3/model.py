@@ -239,10 +239,10 @@ def extend(
     mesh: Mesh,
     implementation: str = AUTO,
 ) -> DecodeState:
-    """Appends the first count_B of T tokens, all int32, to each slot, and samples the next. The sum
-    of length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens
-    past count_B are padding. They are computed too, but no later token depends on them: their keys
-    land where no query looks, or are dropped past the capacity."""
+    """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
+    length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
+    count_B are padding. They are computed too, but no later token depends on them: their keys land
+    where no query looks, or are dropped past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
