@@ -123,7 +123,8 @@ def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it; otherwise a
     kernel in common/kernels computes the same. Whoever changes scores here changes them there, too.
-    A query sees all positions up to its own. `attend` has put zeros past the length."""
+    A query sees all positions up to its own. Past the length, `attend` put zeros for keys and
+    values."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]

@@ -5,7 +5,7 @@ gpt-oss-120b & gpt-oss-20b Model Card, arXiv 2508.10925. What differs from llama
 
     o[n] = sum_s exp(score[n, s]) v[s] / (exp(sink[n]) + sum_s exp(score[n, s]))
                                                    the sink is a learned score without a value
-    a sliding layer sees the last `sliding_window` positions, a full layer all up to its own
+    in a sliding layer a query sees the last `sliding_window` positions, else all up to its own
     x += sum_e p[e] * (down[e](h[e]) + b[e])       the sum is over the X experts with the largest
                                                    router(norm(x)); p is the softmax of these X
     h[e] = (up + 1) * gate * sigmoid(1.702 * gate) up and gate are those of expert e and norm(x);
@@ -421,8 +421,7 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
         hf,
         model_types=("gpt_oss",),
         fields_read=rope | dict(mxfp4=mxfp4),
-        # Refused: projections without biases, another activation, another alpha, experts_per_token
-        # other than num_experts_per_tok. (Published files say silu; the experts compute swiglu.)
+        # Refused: no biases, another activation or alpha, two numbers of experts a token.
         accepted=dict(hidden_act=SILU, attention_bias=True, swiglu_alpha=SWIGLU_ALPHA) | same,
         ignored=("initial_context_length",),
     )
@@ -435,7 +434,7 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
     In mxfp4 each part of F has whole groups. Two key/value heads on 4 devices become 0, 0, 1, 1;
-    the two copies of a head share its query heads in order. `expert` must divide E."""
+    the copies of a head divide its query heads between them. `expert` must divide E."""
     c, n, mxfp4 = config, shards.model, Mxfp4 if config.mxfp4 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     N, q, kv = len(heads.query), len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -492,9 +491,10 @@ def init_state(
 
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
-    """Published name -> its weight. An unknown tensor is an error; so is a weight without any. An
-    Order moves whole heads along an axis, so those of a device lie together. SPLIT: files split the
-    last axis. SWAPPED: they swap the last two. `Same("x")`: equal to x, or absent."""
+    """Published name -> its weight. An unknown tensor is an error; so is a weight that no tensor
+    fills. An Order moves whole heads along an axis, so that those of a device lie together. SPLIT:
+    the last axis is two axes in the file. SWAPPED: the last two are swapped there. `Same("x")`:
+    equal to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {

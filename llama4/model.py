@@ -452,8 +452,8 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
-    Two key/value heads on 4 devices become 0, 0, 1, 1; the two copies of a head share its query
-    heads in order. `expert` must divide E."""
+    Two key/value heads on 4 devices become 0, 0, 1, 1; the copies of a head divide its query heads
+    between them. `expert` must divide E."""
     c, n = config, shards.model
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim

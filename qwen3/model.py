@@ -222,7 +222,8 @@ def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it; otherwise a
     kernel in common/kernels computes the same. Whoever changes scores here changes them there, too.
-    A query sees all positions up to its own. `attend` has put zeros past the length."""
+    A query sees all positions up to its own. Past the length, `attend` put zeros for keys and
+    values."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -449,7 +450,7 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
     In fp8 each part of F has whole blocks. Two key/value heads on 4 devices become 0, 0, 1, 1; the
-    two copies of a head share its query heads in order. `expert` must divide E."""
+    copies of a head divide its query heads between them. `expert` must divide E."""
     c, n, fp8 = config, shards.model, Fp8 if config.fp8 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim

@@ -13,8 +13,8 @@ Gated Delta Networks, arXiv 2412.06464. What differs from qwen3:
 
 Dimensions: B slots, T query tokens (1 when decoding), M = B * T, S cache positions, D model, N
 query heads, K key/value heads with G = N / K queries each, H head dimension, F MLP width, E
-experts, X experts of a token, V vocabulary, L layers. In linear layers N counts value heads, K
-heads of queries and keys, and a state is [H, V]. There C = K * 2 * H + N * V channels.
+experts, X experts of a token, V vocabulary, L layers. Linear layers have N value heads, K heads of
+queries and keys, V numbers in a value, C = 2 K H + N V channels, and states [H, V].
 
 Slots are split over the mesh axis `data`. Heads, dense MLPs and vocabulary are split over MODEL,
 which is the axes `expert` and `tensor` taken as one. Experts are split over `expert`, and the F of
@@ -231,7 +231,8 @@ def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it; otherwise a
     kernel in common/kernels computes the same. Whoever changes scores here changes them there, too.
-    A query sees all positions up to its own. `attend` has put zeros past the length."""
+    A query sees all positions up to its own. Past the length, `attend` put zeros for keys and
+    values."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -271,7 +272,7 @@ def linear_attention(
     cache. If T is at most PENDING (8), the tokens may be drafts, which are taken back if they were
     wrong. So they stay beside the state, and the next step applies those that count
     (common/recurrent.py). A slot that begins at 0 forgets its state: `past` gives it a log decay of
-    -inf. Padding changes none: its strength and log decay are 0."""
+    -inf. Padding changes no state: its strength and log decay are 0."""
     (B, T, _), H, V = x_BTD.shape, config.linear_key_head_dim, config.linear_value_head_dim
     W, start_B, N = config.linear_conv_kernel_dim, step.end_B - T, cache.state.shape[1]
     K = (cache.inputs.shape[1] - N * V) // (2 * H)
@@ -495,7 +496,7 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     """Config of a config.json. A field unknown here and in common/config.py is a ValueError."""
     is_multimodal = hf.get("model_type") in ("qwen3_5", "qwen3_5_moe")
     text = text_config(hf, tied=(False, True)) if is_multimodal else hf
-    # Positions in an image have three parts, and each rotates a section. Those in a text are equal.
+    # A position in an image is three numbers, and each rotates a section. In a text they are equal.
     sections = ("mrope_section", "mrope_interleaved")
     fields = read_rope(Config, text, theta=10000.0, rotated=0.25, ignored=sections)
     packing = read_packing(text, others=("fp8",))
@@ -526,7 +527,7 @@ STATE_SPEC = DecodeState(cache=P(DATA, MODEL), length_B=P(DATA), token_B=P(DATA)
 def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
     """Shape and partition of every weight. Zeros pad a split dimension until its parts are equal.
     In fp8 each part of F has whole blocks. Two key/value heads on 4 devices become 0, 0, 1, 1; the
-    two copies of a head share its query heads in order. `expert` must divide E."""
+    copies of a head divide its query heads between them. `expert` must divide E."""
     c, n, fp8 = config, shards.model, Fp8 if config.fp8 else None
     heads = split_heads(c.num_attention_heads, c.num_key_value_heads, n)
     q, kv = len(heads.query) * c.head_dim, len(heads.kv) * c.head_dim
@@ -608,7 +609,7 @@ def init_state(
 
 def fused_order(config: Config, n: int) -> tuple[int, tuple[int, ...]]:
     """The files hold w_qkv as all queries, all keys, all values; each of n devices holds its own of
-    the three. Returns that order: the size of a block, and the blocks."""
+    the three. Returns the size of the blocks of rows that move, and which go where (-1: zeros)."""
     c = config
     size = math.gcd(c.linear_key_head_dim, c.linear_value_head_dim)
     wide = [width // size for width in (c.linear_key_head_dim,) * 2 + (c.linear_value_head_dim,)]
