@@ -37,8 +37,8 @@ FEW_QUERIES (8), these are three, in `attend_latent`:
     reduce-scatter [B, T, N, C]      the merged results, in the model's dtype
 
 If T is larger, `attend_expanded` collects the cache from these t devices, some positions at a time,
-up to the longest slot's end: by all-reduces of [B, positions, W] in the cache's dtype, to which a
-device adds zeros where another has numbers, and of [B, positions] scales in int8.
+up to the longest slot's end: by all-reduces of [B, positions, W] in the cache's dtype (with zeros
+for what is on other devices), and of the scales [B, positions] of an int8 cache.
 """
 
 import math
@@ -481,8 +481,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. They are computed too, but no later token depends on them: their keys land
-    where no query looks, or are dropped past the capacity."""
+    count_B are padding. They are computed too, but their keys are never seen: later tokens
+    overwrite them, and past the capacity they are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -508,8 +508,8 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. Slots are numbered from 0 in each data shard. ValueError if
-    the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
+    donated `state`; -1 copies nothing. b and slot_B[b] count the slots of a data shard. ValueError
+    if the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 

@@ -359,8 +359,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. They are computed too, but no later token depends on them: their keys land
-    where no query looks, or are dropped past the capacity."""
+    count_B are padding. They are computed too, but their keys are never seen: later tokens
+    overwrite them, and past the capacity they are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -386,8 +386,8 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. Slots are numbered from 0 in each data shard. ValueError if
-    the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
+    donated `state`; -1 copies nothing. b and slot_B[b] count the slots of a data shard. ValueError
+    if the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -492,7 +492,7 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. An unknown tensor is an error; so is a weight that no tensor
-    fills. An Order moves whole heads along an axis, so that those of a device lie together. SPLIT:
+    fills. An Order arranges whole heads along an axis, device by device, with their copies. SPLIT:
     the last axis is two axes in the file. SWAPPED: the last two are swapped there. `Same("x")`:
     equal to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)

@@ -15,6 +15,7 @@ class Family(NamedTuple):
     int8_cache: float
     int8_both: float  # everything else in bf16
     atol: float = 1e-4  # for float32 logits, whose standard deviation is 1.2 to 3.2
+    psums: tuple[str, ...] = ()  # shapes that each layer adds up besides its two, as "f32[{B},1]"
     shown: bool = False  # README.md and docs/ show it
 
 

@@ -227,6 +227,8 @@ def test_a_step_takes_part_in_the_collectives_that_the_header_counts(family):
     L, D = c.num_hidden_layers, c.hidden_size
     always = {("all-reduce", f"f32[{B},1,{D}]", 2 * L + 1)}
     always |= {("all-reduce", f"{dtype}[{B}]", 1) for dtype in ("f32", "s32")}
+    own = FAMILIES[family].psums
+    always |= {("all-reduce", shape.format(B=B), L) for shape in own}
     sampling = {("all-reduce", f"f32[3,{B}]", 32), ("all-gather", f"f32[{B},2]", 1)}
     sampling |= {("all-reduce", f"f32[{B}]", 2), ("all-reduce", f"s32[{B}]", 1)}
     if latent(family):
@@ -239,5 +241,5 @@ def test_a_step_takes_part_in_the_collectives_that_the_header_counts(family):
         got = {(x.kind, x.shape, x.times) for x in found if x.conditional == conditional}
         assert got == want
     header = inspect.getdoc(model).replace("\n", " ")
-    assert "step has 2 L + 3 collectives over MODEL" in header
+    assert f"step has {2 + len(own)} L + 3 collectives over MODEL" in header
     assert sum(times for _, shape, times in sampling) == 36 and "up to 36 more" in header

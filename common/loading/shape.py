@@ -73,7 +73,7 @@ def read_shape(
             return read_json(Path(ckpt)), None
         if "/" not in ckpt and not Path(ckpt).is_dir():
             raise ValueError(f"{ckpt!r} is no file, no directory, and none of {', '.join(sizes)}")
-    elif ckpt in published_sizes(module) and not Path(ckpt).exists():
+    elif not Path(ckpt).exists() and ckpt in published_sizes(module):
         raise ValueError(f"{ckpt} is a size, without weights: add --random, or give a checkpoint")
     directory = locate(ckpt, revision, ["config.json", ADAPTER] if config_only else FILES)
     if is_there(directory / ADAPTER) and not is_there(directory / "config.json"):
