@@ -370,7 +370,7 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. They are computed too, but their keys are never seen: later tokens
+    count_B are padding. No real token ever sees their keys: they are behind it, later tokens
     overwrite them, and past the capacity they are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
@@ -397,8 +397,8 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. b and slot_B[b] count the slots of a data shard. ValueError
-    if the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
+    donated `state`; -1 copies nothing. Each data shard numbers its slots from 0. ValueError if the
+    states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 
@@ -516,7 +516,7 @@ def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
     """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. Rotary
-    layers have rings, if these are smaller than `capacity`."""
+    layers have S places in a ring (p % S), if these are fewer."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
     chunks = {True: config.attention_chunk_size, False: None}
@@ -531,8 +531,8 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. An unknown tensor is an error; so is a weight that no tensor
-    fills. An Order arranges whole heads along an axis, device by device, with their copies (in
-    w_gate_up `gate` rows, then `up` rows). SWAPPED: the file swaps the last two axes. None: not
+    fills. An Order arranges whole heads along an axis, device by device, with their copies (for
+    w_gate_up: `gate` rows, then `up` rows). SWAPPED: the file swaps the last two axes. None: not
     loaded. `Same("x")`: equal to x, or absent. `prefix.**`: all names with that prefix."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)

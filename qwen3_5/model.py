@@ -433,8 +433,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. They are computed too, but their keys are never seen, because later tokens
-    overwrite them, or because they are dropped past the capacity. They leave states as they are."""
+    count_B are padding. No real token ever sees their keys: they are behind it, later tokens
+    overwrite them, and past the capacity they are dropped. Padding leaves states as they are."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -461,8 +461,8 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. b and slot_B[b] count the slots of a data shard. ValueError
-    if the states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
+    donated `state`; -1 copies nothing. Each data shard numbers its slots from 0. ValueError if the
+    states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
 

@@ -378,7 +378,7 @@ def test_more_than_the_memory_of_a_device_is_refused(monkeypatch):
         (["--serve", "--top-k", "3"], "--top-k does not go with --serve"),
         (["--queue", "3"], "--queue goes with --serve only"),
         (["--system", "Be brief."], "--system needs a chat template"),
-        (["--ckpt", "llama9-1b", "--random"], "a directory, nor one of llama3.2-1b, llama3.2-3b"),
+        (["--ckpt", "llama9-1b", "--random"], "no directory, and none of llama3.2-1b, llama3.2-3b"),
         (["--mesh", "tensor=1000000"], "at most 5 digits"),
         (["--mesh", f"data={10**30}"], "at most 5 digits"),
         (["--mesh", "tensor=99999"], "needs 99999 devices, but only"),

@@ -805,15 +805,19 @@ def test_sigterm_ends_what_runs_within_the_grace(chat_model, grace, wanted):
     assert wanted == 200 or answer["error"]["message"] == "the server has stopped"
 
 
-def test_a_failure_of_the_engine_reaches_every_client_and_ends_the_process(chat_model):
-    code = f"""{PATCH}
+def test_a_failure_of_the_engine_reaches_every_client_and_ends_the_process(chat_model, tmp_path):
+    code = f"""{SLOW}
+from pathlib import Path
+slow = http.step
 def fail(session):
-    assert not session.running, "a fault"
-    return real(session)
+    assert not Path({str(tmp_path / "now")!r}).exists(), "a fault"
+    return slow(session)
 http.step = fail"""
     with running("--ckpt", str(chat_model), code=code) as server:
         with ThreadPoolExecutor(3) as pool:
-            asked = [pool.submit(server.post, prompt=PROMPT, max_tokens=9) for _ in range(3)]
+            asked = [pool.submit(server.post, prompt=PROMPT, max_tokens=300) for _ in range(3)]
+            assert within(30, lambda: server.metric("running_requests") == 3)
+            (tmp_path / "now").touch()
             answers = [x.result() for x in asked]
         assert server.process.wait(60) == 1
         assert "a fault" in server.process.stderr.read()
