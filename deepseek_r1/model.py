@@ -397,7 +397,7 @@ def in_best_groups(choice_ME: Array, count: int, config: Config) -> Array:
 
 
 def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
-    """[rows, D] -> [rows, D]: each row through the MLP of its expert. `dot` picks its matrix."""
+    """[rows, D] -> [rows, D]: each row through its expert's MLP. `dot` takes the matrix of a row's expert."""
     return dot(jax.nn.silu(dot(x, w.w_gate)) * dot(x, w.w_up), w.w_down)
 
 
@@ -481,8 +481,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. No real token ever sees their keys: they are behind it, later tokens
-    overwrite them, and past the capacity they are dropped."""
+    count_B are padding. No real token sees a key of padding: it comes later, is overwritten by the
+    next tokens, or is dropped past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)

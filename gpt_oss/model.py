@@ -229,7 +229,7 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attend_slot(slot: Slot, scale: float, sinks_N: Array, window: int | None = None) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it; otherwise a
-    kernel in common/kernels computes the same. Change both to change scores. A query sees all
+    kernel in common/kernels computes the same. If you change scores, change both. A query sees all
     positions up to its own, or the last `window` of them. A sink is a score without a value."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
@@ -274,7 +274,7 @@ def swiglu(gate_up: Array, limit: float) -> Array:
 
 
 def experts(x: Array, w: Experts, dot: Callable[..., Array], limit: float) -> Array:
-    """[rows, D] -> [rows, D]: each row through the MLP of its expert. `dot` picks its matrix."""
+    """[rows, D] -> [rows, D]: each row through its expert's MLP. `dot` takes the matrix of a row's expert."""
     h = swiglu(dot(x, w.w_gate_up, bias_EO=w.b_gate_up), limit)
     b_down = jnp.where(lax.axis_index(TENSOR) == 0, w.b_down, 0)  # psum must add it once
     return dot(h, w.w_down, bias_EO=b_down)
@@ -359,8 +359,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. No real token ever sees their keys: they are behind it, later tokens
-    overwrite them, and past the capacity they are dropped."""
+    count_B are padding. No real token sees a key of padding: it comes later, is overwritten by the
+    next tokens, or is dropped past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -421,7 +421,7 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
         hf,
         model_types=("gpt_oss",),
         fields_read=rope | dict(mxfp4=mxfp4),
-        # Refused: no biases, another activation or alpha, two numbers of experts a token.
+        # Refused: other activations or alphas, no biases, experts_per_token != num_experts_per_tok.
         accepted=dict(hidden_act=SILU, attention_bias=True, swiglu_alpha=SWIGLU_ALPHA) | same,
         ignored=("initial_context_length",),
     )
@@ -476,8 +476,8 @@ def weight_layout(config: Config, shards: Shards = UNSPLIT) -> Weights:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. Sliding
-    layers have S places in a ring (p % S), if these are fewer."""
+    """Empty slots of `capacity` positions (fewer in sliding layers: see DecodeState), with a cache
+    of `dtype`: a float, fp8 or int8."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
     window = {"sliding_attention": config.sliding_window, "full_attention": None}
@@ -492,9 +492,9 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. An unknown tensor is an error; so is a weight that no tensor
-    fills. An Order arranges whole heads along an axis, device by device, with their copies. SPLIT:
-    the last axis is two axes in the file. SWAPPED: the last two are swapped there. `Same("x")`:
-    equal to x, or absent."""
+    fills. An Order lists the heads along an axis, device by device, copies included. SPLIT: the
+    last axis is two axes in the file. SWAPPED: the last two are swapped there. `Same("x")`: equal
+    to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {

@@ -237,7 +237,7 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attend_slot(slot: Slot, scale: float, chunk: int | None = None) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it; otherwise a
-    kernel in common/kernels computes the same. Change both to change scores. A query sees the
+    kernel in common/kernels computes the same. If you change scores, change both. A query sees the
     positions up to its own that are in the same chunk; without chunks, all of them."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
@@ -283,7 +283,7 @@ def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
 
 
 def experts(x: Array, w: Experts, dot: Callable[..., Array]) -> Array:
-    """[rows, D] -> [rows, D]: each row through the MLP of its expert. `dot` picks its matrix."""
+    """[rows, D] -> [rows, D]: each row through its expert's MLP. `dot` takes the matrix of a row's expert."""
     gate, up = jnp.split(dot(x, w.w_gate_up), 2, axis=-1)
     return dot(jax.nn.silu(gate) * up, w.w_down)
 
@@ -370,8 +370,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. No real token ever sees their keys: they are behind it, later tokens
-    overwrite them, and past the capacity they are dropped."""
+    count_B are padding. No real token sees a key of padding: it comes later, is overwritten by the
+    next tokens, or is dropped past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -515,8 +515,8 @@ def is_sparse(layer: int, config: Config) -> bool:
 def init_state(
     config: Config, slots: int, capacity: int, dtype: DTypeLike, shards: Shards = UNSPLIT
 ) -> DecodeState:
-    """Empty slots of `capacity` positions, with a cache of `dtype`: a float, fp8 or int8. Rotary
-    layers have S places in a ring (p % S), if these are fewer."""
+    """Empty slots of `capacity` positions (fewer in rotary layers: see DecodeState), with a cache
+    of `dtype`: a float, fp8 or int8."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     shape = (slots, len(heads.kv), capacity, config.head_dim)
     chunks = {True: config.attention_chunk_size, False: None}
@@ -531,9 +531,9 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. An unknown tensor is an error; so is a weight that no tensor
-    fills. An Order arranges whole heads along an axis, device by device, with their copies (for
-    w_gate_up: `gate` rows, then `up` rows). SWAPPED: the file swaps the last two axes. None: not
-    loaded. `Same("x")`: equal to x, or absent. `prefix.**`: all names with that prefix."""
+    fills. An Order lists the heads along an axis, device by device, copies included (for w_gate_up:
+    `gate` rows, then `up` rows). SWAPPED: the file swaps the last two axes. None: not loaded.
+    `Same("x")`: equal to x, or absent. `prefix.**`: all names with that prefix."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     rows = split_fused(config.intermediate_size, shards.tensor, parts=2)

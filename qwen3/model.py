@@ -221,9 +221,9 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 def attend_slot(slot: Slot, scale: float) -> Array:
     """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
     by up to 0.125, and its probability by 13 %. implementation="reference" runs it; otherwise a
-    kernel in common/kernels computes the same. Whoever changes scores here changes them there, too.
-    A query sees all positions up to its own. `attend` has replaced keys and values past end_B by
-    zeros."""
+    kernel in common/kernels computes the same. If you change the scores here, change the kernels,
+    too. A query sees all positions up to its own. `attend` has replaced keys and values past end_B
+    by zeros."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -266,7 +266,7 @@ def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
 
 
 def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
-    """[rows, D] -> [rows, D]: each row through the MLP of its expert. `dot` picks its matrix."""
+    """[rows, D] -> [rows, D]: each row through its expert's MLP. `dot` takes the matrix of a row's expert."""
     return dot(jax.nn.silu(dot(x, w.w_gate)) * dot(x, w.w_up), w.w_down)
 
 
@@ -349,8 +349,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. No real token ever sees their keys: they are behind it, later tokens
-    overwrite them, and past the capacity they are dropped."""
+    count_B are padding. No real token sees a key of padding: it comes later, is overwritten by the
+    next tokens, or is dropped past the capacity."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -514,8 +514,8 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. An unknown tensor is an error; so is a weight that no tensor
-    fills. An Order arranges whole heads along an axis, device by device, with their copies. None:
-    not loaded. `Same("x")`: equal to x, or absent."""
+    fills. An Order lists the heads along an axis, device by device, copies included. None: not
+    loaded. `Same("x")`: equal to x, or absent."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     table: Table = {
