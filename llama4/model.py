@@ -283,7 +283,7 @@ def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
 
 
 def experts(x: Array, w: Experts, dot: Callable[..., Array]) -> Array:
-    """[rows, D] -> [rows, D]: each row through its expert's MLP. `dot` takes the matrix of a row's expert."""
+    """[rows, D] -> [rows, D]: each row through its expert's MLP. `dot` picks the expert's matrix."""
     gate, up = jnp.split(dot(x, w.w_gate_up), 2, axis=-1)
     return dot(jax.nn.silu(gate) * up, w.w_down)
 
