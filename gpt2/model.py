@@ -136,7 +136,7 @@ def attention(
     x_BTD: Array, layer: Layer, cache: LayerCache, step: Step, config: Config
 ) -> tuple[Array, LayerCache]:
     """Appends T tokens to the cache. Each attends to all positions up to its own. Returns the
-    output [B, T, D], which is summed over the device's heads and lacks the bias, and the cache.
+    sum over the device's heads, [B, T, D] and without the bias; and the cache.
     `attend` also takes a `window` (see gpt_oss) or a `chunk` (see llama4)."""
     (B, T, _), H = x_BTD.shape, config.head_dim
     projections = jnp.split(linear(x_BTD, layer.w_qkv) + layer.b_qkv, 3, axis=-1)
@@ -205,8 +205,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. No real token sees a key of padding: it comes later, is overwritten by the
-    next tokens, or is dropped past the capacity."""
+    count_B are padding. No real token sees their keys: in this step they come later, in the next
+    one they are overwritten, and past the capacity they are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -232,7 +232,7 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. Each data shard numbers its slots from 0. ValueError if the
+    donated `state`; -1 copies nothing. b and slot_B[b] are local to a data shard. ValueError if the
     states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
@@ -315,8 +315,8 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. An unknown tensor is an error; so is a weight that no tensor
-    fills. An Order lists the heads along an axis, device by device, copies included. None: not
-    loaded. `Same("x")`: equal to x, or absent."""
+    fills. An Order lists the heads along an axis, device by device. None: not loaded. `Same("x")`:
+    equal to x, or absent."""
     blocks = split_fused(config.num_attention_heads, shards.model)
     qkv = partial(Order, size=config.head_dim, blocks=blocks)
     table: Table = {

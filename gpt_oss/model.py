@@ -274,7 +274,7 @@ def swiglu(gate_up: Array, limit: float) -> Array:
 
 
 def experts(x: Array, w: Experts, dot: Callable[..., Array], limit: float) -> Array:
-    """[rows, D] -> [rows, D]: each row through its expert's MLP. `dot` picks the expert's matrix."""
+    """[rows, D] -> [rows, D]: each row through its expert's MLP, whose matrices `dot` picks."""
     h = swiglu(dot(x, w.w_gate_up, bias_EO=w.b_gate_up), limit)
     b_down = jnp.where(lax.axis_index(TENSOR) == 0, w.b_down, 0)  # psum must add it once
     return dot(h, w.w_down, bias_EO=b_down)
@@ -359,8 +359,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. No real token sees a key of padding: it comes later, is overwritten by the
-    next tokens, or is dropped past the capacity."""
+    count_B are padding. No real token sees their keys: in this step they come later, in the next
+    one they are overwritten, and past the capacity they are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -386,7 +386,7 @@ prefill = jax.jit(extend, static_argnames=STATIC, donate_argnames="state")
 
 def insert(state: DecodeState, prefilled: DecodeState, slot_B: Array, *, mesh: Mesh) -> DecodeState:
     """Copies slot b of `prefilled` (cache, length, token, sampling) into slot slot_B[b] of the
-    donated `state`; -1 copies nothing. Each data shard numbers its slots from 0. ValueError if the
+    donated `state`; -1 copies nothing. b and slot_B[b] are local to a data shard. ValueError if the
     states differ in mesh, capacity or dtype of cache. Not for use inside jit."""
     return copy_slots(state, prefilled, slot_B, STATE_SPEC, mesh)
 
