@@ -540,7 +540,7 @@ def config_from_hf(hf: dict[str, Any]) -> Config:
     scoring = "softmax" if v2 else "sigmoid"
     # Refused: other router scores, another activation, biases, rotation of halves (i, i + R / 2),
     # fewer key/value heads, dense layers among those with experts, other ways to choose experts; in
-    # V2, norm_topk_prob. (V2 without groups ignores n_group and topk_group.)
+    # V2, norm_topk_prob. (V2's greedy choice has one group, whatever n_group says.)
     accepted: dict[str, Any] = dict(scoring_func=scoring, hidden_act=SILU)
     accepted |= dict(attention_bias=False, mlp_bias=False, rope_interleave=True, moe_layer_freq=1)
     accepted |= dict(num_key_value_heads=hf.get("num_attention_heads"))
@@ -643,8 +643,8 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight; `*` is any number. An unknown tensor is an error; so is a
-    weight that no tensor fills. None, Dropped: not loaded. `Same("x")`: equal to x, or absent.
-    `prefix.**`: all names with that prefix; such a row wins over one with `*`."""
+    weight that no tensor fills. A row with None or Dropped is not loaded. `Same("x")`: equal to x,
+    or absent. `prefix.**`: all names with that prefix; such a row wins over one with `*`."""
     q_proj = "q_b_proj" if config.q_lora_rank else "q_proj"
     table: Table = {
         "model.embed_tokens.weight": "embed",

@@ -123,7 +123,7 @@ class Attention(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A gated DeltaNet. On a device, C counts its queries, then its keys, then its values."""
+    """A gated DeltaNet. A device's C rows are its queries, then its keys, then its values."""
 
     w_qkv: Matrix  # [C, D]
     conv: Array  # [C, 1, 4]
@@ -270,7 +270,7 @@ def linear_attention(
 ) -> tuple[Array, Recurrent]:
     """Appends T tokens. Returns what they read, [B, T, D], summed over the device's heads, and the
     cache. If T is at most PENDING (8), the tokens may be drafts, which are taken back if they were
-    wrong. So they stay beside the state, and the next step applies those that count
+    wrong. So the state does not take them yet: the next step applies those that were right
     (common/recurrent.py). A slot that begins at 0 forgets its state: `past` gives it a log decay of
     -inf. Padding changes no state: its strength and log decay are 0."""
     (B, T, _), H, V = x_BTD.shape, config.linear_key_head_dim, config.linear_value_head_dim
@@ -316,7 +316,7 @@ def linear_attention(
         inputs = jnp.pad(from_each(new_BCT, count_B, W - 1), [(0, 0), (0, 0), (0, PENDING)])
         gates = jnp.zeros_like(cache.gates[:, :, 0])
     length = jnp.broadcast_to(length_B[:, None], (B, N))
-    # In a slot that is skipped, no token changes the state, and the rest stays as it is.
+    # No token changes the state of a skipped slot; its inputs, gates and length stay, too.
     is_on = lambda a: (step.end_B > 0).reshape(-1, *(1,) * (a.ndim - 1))
     keep = lambda new, old: jnp.where(is_on(old), new[:, :, None], old)
     cache = cache._replace(
@@ -609,7 +609,8 @@ def init_state(
 
 def fused_order(config: Config, n: int) -> tuple[int, tuple[int, ...]]:
     """The files hold w_qkv as all queries, all keys, all values; each of n devices holds its own of
-    the three. Returns the size of the blocks of rows that move, and which go where (-1: zeros)."""
+    the three. Returns how many rows are a block, and for each block its number in the file (-1:
+    zeros)."""
     c = config
     size = math.gcd(c.linear_key_head_dim, c.linear_value_head_dim)
     wide = [width // size for width in (c.linear_key_head_dim,) * 2 + (c.linear_value_head_dim,)]
