@@ -157,7 +157,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: attention hides all past a slot's length, even NaN."""
+    slot's length to 0 and clears nothing: attention hides what is past the length, even NaN."""
 
     # For each layer [B, 1, S, W]: a row per position, which holds latent, rotated key and zeros.
     cache: tuple[RowCache, ...]
@@ -397,7 +397,7 @@ def in_best_groups(choice_ME: Array, count: int, config: Config) -> Array:
 
 
 def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
-    """[rows, D] -> [rows, D]: each row through its expert's MLP, whose matrices `dot` picks."""
+    """[rows, D] -> [rows, D]: the MLP of each row's expert. dot(x, w) picks its matrix of w."""
     return dot(jax.nn.silu(dot(x, w.w_gate)) * dot(x, w.w_up), w.w_down)
 
 
@@ -481,8 +481,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. No real token sees their keys: in this step they come later, in the next
-    one they are overwritten, and past the capacity they are dropped."""
+    count_B are padding. Their keys are never seen: a token sees no position after its own, and its
+    key replaces padding there. Past the capacity they are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)

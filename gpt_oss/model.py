@@ -137,7 +137,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: `attend` hides all past a slot's length, even NaN."""
+    slot's length to 0 and clears nothing: attention hides what is past the length, even NaN."""
 
     # For each layer two arrays of [B, K, S, H]: rotated keys, and values. If H is not a multiple of
     # 128, they share one, [B, K, S, 2 * H]. In a sliding layer S is at most about sliding_window +
@@ -274,7 +274,7 @@ def swiglu(gate_up: Array, limit: float) -> Array:
 
 
 def experts(x: Array, w: Experts, dot: Callable[..., Array], limit: float) -> Array:
-    """[rows, D] -> [rows, D]: each row through its expert's MLP, whose matrices `dot` picks."""
+    """[rows, D] -> [rows, D]: the MLP of each row's expert. dot(x, w) picks its matrix of w."""
     h = swiglu(dot(x, w.w_gate_up, bias_EO=w.b_gate_up), limit)
     b_down = jnp.where(lax.axis_index(TENSOR) == 0, w.b_down, 0)  # psum must add it once
     return dot(h, w.w_down, bias_EO=b_down)
@@ -359,8 +359,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. No real token sees their keys: in this step they come later, in the next
-    one they are overwritten, and past the capacity they are dropped."""
+    count_B are padding. Their keys are never seen: a token sees no position after its own, and its
+    key replaces padding there. Past the capacity they are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)

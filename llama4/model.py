@@ -152,7 +152,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: `attend` hides all past a slot's length, even NaN."""
+    slot's length to 0 and clears nothing: attention hides what is past the length, even NaN."""
 
     # For each layer two arrays of [B, K, S, H]: keys, and values. If H is no multiple of 128, they
     # share one, [B, K, S, 2 * H]. In a rotary layer S is at most about two chunks, and position p
@@ -283,7 +283,7 @@ def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
 
 
 def experts(x: Array, w: Experts, dot: Callable[..., Array]) -> Array:
-    """[rows, D] -> [rows, D]: each row through its expert's MLP, whose matrices `dot` picks."""
+    """[rows, D] -> [rows, D]: the MLP of each row's expert. dot(x, w) picks its matrix of w."""
     gate, up = jnp.split(dot(x, w.w_gate_up), 2, axis=-1)
     return dot(jax.nn.silu(gate) * up, w.w_down)
 
@@ -370,8 +370,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. No real token sees their keys: in this step they come later, in the next
-    one they are overwritten, and past the capacity they are dropped."""
+    count_B are padding. Their keys are never seen: a token sees no position after its own, and its
+    key replaces padding there. Past the capacity they are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -531,9 +531,9 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. An unknown tensor is an error; so is a weight that no tensor
-    fills. An Order lists the heads along an axis, device by device, copies included (for w_gate_up:
-    `gate` rows, then `up` rows). SWAPPED: the file swaps the last two axes. None: not loaded.
-    `Same("x")`: equal to x, or absent. `prefix.**`: all names with that prefix."""
+    fills. An Order lists the heads along an axis, device by device, copies included (in w_gate_up a
+    device's `gate` rows, then its `up` rows). SWAPPED: the file swaps the last two axes. None: not
+    loaded. `Same("x")`: equal to x, or absent. `prefix.**`: all names with that prefix."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
     rows = split_fused(config.intermediate_size, shards.tensor, parts=2)
@@ -563,7 +563,7 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         "model.norm.weight": "norm",
         "lm_head.weight": Same("embed") if config.tie_word_embeddings else "head",
     }
-    if config.packing is not None:  # such files hold gate and up apart; the loader has joined them
+    if config.packing is not None:  # gate and up are apart in files; the loader joins them, as here
         at, fused = "model.layers.*.feed_forward.experts.", Order(axis=0, size=1, blocks=rows)
         del table[f"{at}gate_up_proj"], table[f"{at}down_proj"]
         table[f"{at}*.gate_up_proj.weight"] = "layers.*.mlp.experts.w_gate_up", fused

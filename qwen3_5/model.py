@@ -154,7 +154,7 @@ class Weights(NamedTuple):
 
 class DecodeState(NamedTuple):
     """B slots, decoded together. A slot of length 0 is empty. When a request ends, `serve` sets its
-    slot's length to 0. It clears nothing: `attend` hides all past a slot's length, even NaN, and a
+    slot's length to 0 and clears nothing: attention hides what is past the length, even NaN, and a
     recurrent layer starts from zeros where its slot begins at 0."""
 
     # For each layer of attention two arrays of [B, K, S, H]: rotated keys, and values. If H is not
@@ -345,7 +345,7 @@ def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
 
 
 def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
-    """[rows, D] -> [rows, D]: each row through its expert's MLP, whose matrices `dot` picks."""
+    """[rows, D] -> [rows, D]: the MLP of each row's expert. dot(x, w) picks its matrix of w."""
     return dot(jax.nn.silu(dot(x, w.w_gate)) * dot(x, w.w_up), w.w_down)
 
 
@@ -433,9 +433,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. No real token sees their keys: in this step they come later, in the next
-    one they are overwritten, and past the capacity they are dropped. Padding leaves states as they
-    are."""
+    count_B are padding. Their keys are never seen: a token sees no position after its own, and its
+    key replaces padding there. Past the capacity they are dropped. Padding changes no state."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -609,8 +608,7 @@ def init_state(
 
 def fused_order(config: Config, n: int) -> tuple[int, tuple[int, ...]]:
     """The files hold w_qkv as all queries, all keys, all values; each of n devices holds its own of
-    the three. Returns how many rows are a block, and for each block its number in the file (-1:
-    zeros)."""
+    the three. Returns how many rows are a block, and each block's number in the file (-1: zeros)."""
     c = config
     size = math.gcd(c.linear_key_head_dim, c.linear_value_head_dim)
     wide = [width // size for width in (c.linear_key_head_dim,) * 2 + (c.linear_value_head_dim,)]
