@@ -608,7 +608,7 @@ def init_state(
 
 def fused_order(config: Config, n: int) -> tuple[int, tuple[int, ...]]:
     """The files hold w_qkv as all queries, all keys, all values; each of n devices holds its own of
-    the three. Returns how many rows are a block, and each block's number in the file (-1: zeros)."""
+    the three. Returns how many rows are a block, and each block's place in the file (-1: zeros)."""
     c = config
     size = math.gcd(c.linear_key_head_dim, c.linear_value_head_dim)
     wide = [width // size for width in (c.linear_key_head_dim,) * 2 + (c.linear_value_head_dim,)]
