@@ -151,7 +151,7 @@ class DecodeState(NamedTuple):
 class Step(NamedTuple):
     """What all layers of one step share, on one device."""
 
-    end_B: Array  # int32: length before the step + T, padding included; 0 in a skipped slot
+    end_B: Array  # int32: the old length + T, padding included; 0 in a skipped slot
     cos: Array  # float32 [B, T, 1, H / 2]
     sin: Array
     implementation: Impl  # of the kernels; static in jit
@@ -274,7 +274,7 @@ def swiglu(gate_up: Array, limit: float) -> Array:
 
 
 def experts(x: Array, w: Experts, dot: Callable[..., Array], limit: float) -> Array:
-    """[rows, D] -> [rows, D]: the MLP of each row's expert. dot(x, w) picks its matrix of w."""
+    """[rows, D] -> [rows, D]: the MLP of each row's expert. dot(x, w) uses that expert's matrix."""
     h = swiglu(dot(x, w.w_gate_up, bias_EO=w.b_gate_up), limit)
     b_down = jnp.where(lax.axis_index(TENSOR) == 0, w.b_down, 0)  # psum must add it once
     return dot(h, w.w_down, bias_EO=b_down)
@@ -359,8 +359,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. Their keys are never seen: a token sees no position after its own, and its
-    key replaces padding there. Past the capacity they are dropped."""
+    count_B are padding, which no token sees: a token sees no later position, and at its own
+    position it overwrites the padding. Past the capacity, padding is dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)

@@ -39,8 +39,8 @@ FEW_QUERIES (8), these are three, in `attend_latent`:
     reduce-scatter [B, T, N, C]      the merged results, in the model's dtype
 
 If T is larger, `attend_expanded` collects the cache from these t devices, some positions at a time,
-up to the longest slot's end: by all-reduces of [B, positions, W] in the cache's dtype (with zeros
-for what is on other devices), and of the scales [B, positions] of an int8 cache.
+up to the longest slot's end. It all-reduces rows [B, positions, W], to which the other devices add
+zeros, and in an int8 cache also scales [B, positions].
 """
 
 import math
@@ -168,7 +168,7 @@ class DecodeState(NamedTuple):
 class Step(NamedTuple):
     """What all layers of one step share, on one device."""
 
-    end_B: Array  # int32: length before the step + T, padding included; 0 in a skipped slot
+    end_B: Array  # int32: the old length + T, padding included; 0 in a skipped slot
     cos: Array  # float32 [B, T, 1, R / 2]
     sin: Array
     implementation: Impl  # of the kernels; static in jit
@@ -381,7 +381,7 @@ def route(x_MD: Array, w: Moe, config: Config) -> tuple[Array, Array]:
 
 
 def experts(x: Array, w: Mlp, dot: Callable[..., Array]) -> Array:
-    """[rows, D] -> [rows, D]: the MLP of each row's expert. dot(x, w) picks its matrix of w."""
+    """[rows, D] -> [rows, D]: the MLP of each row's expert. dot(x, w) uses that expert's matrix."""
     return dot(jax.nn.silu(dot(x, w.w_gate)) * dot(x, w.w_up), w.w_down)
 
 
@@ -465,8 +465,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. Their keys are never seen: a token sees no position after its own, and its
-    key replaces padding there. Past the capacity they are dropped."""
+    count_B are padding, which no token sees: a token sees no later position, and at its own
+    position it overwrites the padding. Past the capacity, padding is dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
