@@ -39,8 +39,8 @@ FEW_QUERIES (8), these are three, in `attend_latent`:
     reduce-scatter [B, T, N, C]      the merged results, in the model's dtype
 
 If T is larger, `attend_expanded` collects the cache from these t devices, some positions at a time,
-up to the longest slot's end. It all-reduces rows [B, positions, W], to which the other devices add
-zeros, and in an int8 cache also scales [B, positions].
+up to the longest slot's end. It all-reduces rows [B, positions, W], which are zeros on all devices
+but one, and the scales [B, positions] of an int8 cache.
 """
 
 import math
@@ -465,8 +465,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding, which no token sees: a token sees no later position, and at its own
-    position it overwrites the padding. Past the capacity, padding is dropped."""
+    count_B are padding. No token of the text sees them: they come after it, and what the text adds
+    later is written over them. Past the capacity they are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)

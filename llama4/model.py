@@ -235,10 +235,10 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 
 
 def attend_slot(slot: Slot, scale: float, chunk: int | None = None) -> Array:
-    """The definition of attention, of one slot in float32: in bfloat16 a score near 50 would be off
-    by up to 0.125, and its probability by 13 %. implementation="reference" runs it; otherwise a
-    kernel in common/kernels computes the same. If you change scores, change both. A query sees the
-    positions up to its own that are in the same chunk; without chunks, all of them."""
+    """The definition of attention, of a slot in float32: in bfloat16 a score near 50 would be off
+    by up to 0.125, and its probability by 13 %. implementation="reference" runs it; a kernel in
+    common/kernels computes the same. If you change scores, change both. A query sees the positions
+    up to its own that are in the same chunk; without chunks, all of them."""
     q_TKGH, k_KSH, v_KSH, position_T, position_S = slot
     score_KGTS = jnp.einsum("tkgh,ksh->kgts", q_TKGH, k_KSH) * scale
     seen_TS = position_S <= position_T[:, None]
@@ -370,8 +370,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding, which no token sees: a token sees no later position, and at its own
-    position it overwrites the padding. Past the capacity, padding is dropped."""
+    count_B are padding. No token of the text sees them: they come after it, and what the text adds
+    later is written over them. Past the capacity they are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)
@@ -531,8 +531,8 @@ def init_state(
 
 def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
     """Published name -> its weight. An unknown tensor is an error; so is a weight that no tensor
-    fills. An Order lists the heads along an axis, device by device, copies included (in w_gate_up a
-    device's `gate` rows, then its `up` rows). SWAPPED: the file swaps the last two axes. None: not
+    fills. An Order lists the blocks along an axis, device by device: heads with their copies; in
+    w_gate_up `gate` rows, then `up` rows. SWAPPED: the file swaps the last two axes. None: not
     loaded. `Same("x")`: equal to x, or absent. `prefix.**`: all names with that prefix."""
     heads = split_heads(config.num_attention_heads, config.num_key_value_heads, shards.model)
     query, kv = (partial(Order, size=config.head_dim, blocks=blocks) for blocks in heads)
@@ -563,7 +563,7 @@ def checkpoint_table(config: Config, shards: Shards = UNSPLIT) -> Table:
         "model.norm.weight": "norm",
         "lm_head.weight": Same("embed") if config.tie_word_embeddings else "head",
     }
-    if config.packing is not None:  # gate and up are apart in files; the loader joins them, as here
+    if config.packing is not None:  # files hold gate and up apart; the loader joins them
         at, fused = "model.layers.*.feed_forward.experts.", Order(axis=0, size=1, blocks=rows)
         del table[f"{at}gate_up_proj"], table[f"{at}down_proj"]
         table[f"{at}*.gate_up_proj.weight"] = "layers.*.mlp.experts.w_gate_up", fused
