@@ -120,8 +120,8 @@ def embed(table_VD: Matrix, tokens_BT: Array, dtype: DTypeLike) -> Array:
 
 
 def attend_slot(slot: Slot, scale: float) -> Array:
-    """The definition of attention, of one slot, given in float32: in bfloat16 a score near 50 would
-    be off by up to 0.125, and its probability by 13 %. implementation="reference" runs it;
+    """The definition of attention, of one slot, whose arrays are float32: in bfloat16 a score near
+    50 would be off by up to 0.125, and its probability by 13 %. implementation="reference" runs it;
     otherwise a kernel in common/kernels computes the same. If you change the scores here, change
     the kernels, too. A query sees all positions up to its own. `attend` has replaced keys and
     values past end_B by zeros."""
@@ -205,8 +205,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. No token of the text sees them: they come after it, and what the text adds
-    later is written over them. Past the capacity they are dropped."""
+    count_B are padding. They come after the real tokens, which do not see them, and tokens of later
+    steps overwrite them. Past the capacity they are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)

@@ -465,8 +465,8 @@ def extend(
 ) -> DecodeState:
     """Appends the first count_B of T tokens (int32) to each slot, and samples the next. The sum of
     length and count must not exceed the capacity. A count of 0 leaves a slot as it is. Tokens past
-    count_B are padding. No token of the text sees them: they come after it, and what the text adds
-    later is written over them. Past the capacity they are dropped."""
+    count_B are padding. They come after the real tokens, which do not see them, and tokens of later
+    steps overwrite them. Past the capacity they are dropped."""
 
     def run(weights: Weights, state: DecodeState, tokens_BT: Array, count_B: Array) -> DecodeState:
         end_B = jnp.where(count_B > 0, state.length_B + tokens_BT.shape[1], 0)

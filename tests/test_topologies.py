@@ -38,8 +38,8 @@ def test_the_table_has_every_row_and_every_search_and_the_page_has_a_row_of_each
         assert float(line["decode_at_least_ms"]) == max(decode["floor_ms"].values())
     assert sum(line["best_mesh"] != "" for line in lines) == len(SEARCHES)
     of_page = {line[0] for line in topologies.COMMON}
-    assert {family for family, size in topologies.tabled() if size in of_page} == {
-        family for family, _ in topologies.tabled()
+    assert {family for family, size in topologies.sizes() if size in of_page} == {
+        family for family, _ in topologies.sizes()
     }
 
 
@@ -47,7 +47,7 @@ def test_every_row_that_the_script_would_compile_is_in_the_data_and_each_size_fi
     rows = topologies.rows_read(DATA)
     assert {row.key for row in rows} <= set(DATA)
     fitting = {row.size for row in rows if DATA[row.key]["fits"]}
-    assert fitting == {size for _, size in topologies.tabled()}
+    assert fitting == {size for _, size in topologies.sizes()}
 
 
 @pytest.mark.full
@@ -82,7 +82,7 @@ def test_every_chosen_mesh_is_within_a_twentieth_of_the_best_that_a_search_found
     assert set(SEARCHES) == {f"search {row.key}" for row in topologies.searched(rows)}
     alone = {row.size for row in rows if row.topology == "v5e:1x1"}
     searched = {topologies.row_of(key).size for key in SEARCHES}
-    assert searched | alone == {size for _, size in topologies.tabled()}
+    assert searched | alone == {size for _, size in topologies.sizes()}
     for key, found in SEARCHES.items():
         ratio = found["meshes"][found["chosen"]] / min(found["meshes"].values())
         assert ratio <= 1.05, f"{key}: {found}"

@@ -59,12 +59,11 @@ ONE = dict(data=1, expert=1, tensor=1)
 GPUS = {f"h100:{n}": n for n in (1, 2, 4, 8)}
 # Sizes that are compiled in 4 bits too.
 IN_4_BITS = ["llama3.1-70b", "qwen3-235b-a22b", "gpt-oss-120b", "llama-4-scout", "deepseek-r1"]
-IN_4_BITS += ["kimi-k2-instruct"]
+IN_4_BITS += ["kimi-k2-instruct", "qwen3.8-2.4t-a95b"]
 ON_GPUS = ["gpt2-xl", "llama3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"]
 # Sizes of the same shape as another. The fp8 files of Qwen3 are left out too.
 ALIKE = {"deepseek-v3": "deepseek-r1", "kimi-k2-instruct-0905": "kimi-k2-instruct"}
 ALIKE |= {f"r1-distill-qwen-{size}": f"qwen2.5-{size}" for size in ("7b", "32b")}
-LATER = ("qwen3.5-122b-a10b", "qwen3.5-397b-a17b", "qwen3.8-2.4t-a95b")  # are not compiled yet
 # The rows on the page: size, storage, topology. docs/topologies.csv has all.
 COMMON = [
     ("gpt2-xl", "bf16", "v5e:1x1"),
@@ -143,11 +142,6 @@ def sizes() -> Iterator[tuple[str, str]]:
                 yield family, size
 
 
-def tabled() -> list[tuple[str, str]]:
-    """The sizes that the page has, which says that some are not compiled yet."""
-    return [(family, size) for family, size in sizes() if size not in LATER]
-
-
 # The steps that others published, or that their code compiles to: see the page. POINTS has their
 # figures, in this order.
 REFERENCE = [
@@ -165,7 +159,7 @@ def rows() -> list[Row]:
     """All rows of the table, TPUs first."""
     found = list(REFERENCE)
     for ladder in (TPUS, GPUS):
-        for family, size in tabled():
+        for family, size in sizes():
             if ladder is GPUS and size not in ON_GPUS:
                 continue
             for storage in storages(family, size):
@@ -293,7 +287,7 @@ def floor_ms(plan: Plan, topology: str, devices: int) -> float | None:
 def shape_cells() -> dict[str, dict[str, list[Any]]]:
     """Returns the first storage that fits, and its floor, for each size and topology."""
     found: dict[str, dict[str, list[Any]]] = {}
-    for family, size in tabled():
+    for family, size in sizes():
         plans = {x: plan_of(Row(family, size, x, "")) for x in ("as stored", "int8", "int4")}
         cells = found.setdefault(size, {})
         for topology, devices in (TPUS | GPUS).items():
@@ -495,7 +489,7 @@ def picture(data: dict[str, Any]) -> str:
         middle = LEFT + WIDTH * i + WIDTH // 2
         out.append(f'<text class="value head" x="{middle}" y="{TOP - 22}">{name}</text>')
         out.append(f'<text class="value small" x="{middle}" y="{TOP - 8}">{count}</text>')
-    for j, (_, size) in enumerate(tabled()):
+    for j, (_, size) in enumerate(sizes()):
         fitting = cells[size]
         y = TOP + HEIGHT * j
         out.append(f'<text x="8" y="{y + 15}">{size}</text>')
