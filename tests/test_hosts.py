@@ -241,6 +241,20 @@ def test_when_a_process_ends_in_the_middle_of_a_text_all_end(pair, victim, numbe
     assert all(process.returncode for process in both)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_waits_for_the_others_ends_at_a_signal(number):
+    where = ["--coordinator", f"127.0.0.1:{free_port()}", "--process", "0/2"]
+    command = [sys.executable, "-m", "llama3.main", "--prompt", "A", *where]
+    kept = dict(cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, **kept) as process:
+        try:
+            assert "waiting for 2 processes" in process.stderr.readline()
+            process.send_signal(number)
+            assert process.wait(20) == -number
+        finally:
+            process.kill()
+
+
 @pytest.mark.full
 def test_damage_that_one_process_finds_while_it_loads_ends_the_others_too(pair, tmp_path):
     """All files have the same sizes, so the check before loading finds no difference."""

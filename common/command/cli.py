@@ -204,7 +204,10 @@ def main(
         return [] if later else read_prompts(args), facts
 
     if rank is not None:
+        numbers = signal.SIGINT, signal.SIGTERM
+        held = [signal.signal(n, signal.SIG_DFL) for n in numbers]  # JAX waits without them
         join(rank)
+        _ = [*map(signal.signal, numbers, held)]
     prompts = prepare()[0] if rank is None else agree(prepare)
     module = drafting if args.draft == "mtp" and drafting is not None else module
     if args.dry_run:

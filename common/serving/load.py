@@ -62,10 +62,8 @@ def load(
     module: ModuleType, ckpt: str | None = None, allow_nonfinite: bool = False, **options: Any
 ) -> Model:
     """Loads a checkpoint as a model that is ready to run; `options` are those of `open_model`.
-
-    Raises ValueError or OSError with a line for each thing that is wrong. Weights that are NaN or
-    infinite are wrong, too, unless `allow_nonfinite`.
-    """
+    ValueError or OSError has a line for each thing that is wrong. Weights that are NaN or infinite
+    are wrong, too, unless `allow_nonfinite`."""
     return read_weights(open_model(module, ckpt, **options), allow_nonfinite=allow_nonfinite)
 
 
@@ -137,8 +135,7 @@ def storage_of(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> Stor
 
 
 def cache_dtype(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> jnp.dtype:
-    """Picks the dtype of a cache: int8 if asked for, else float32 on CPU, else the model's dtype.
-    XLA's CPU compiler would rewrite all of a bfloat16 cache at every update."""
+    """int8 if asked for; else float32 on CPU, where XLA rewrites bfloat16 caches; else `dtype`."""
     if quant not in (None, "int8"):
         raise ValueError(f"kv_quant {quant!r} is not int8")
     return jnp.dtype(quant or ("float32" if on_cpu else dtype))
