@@ -129,9 +129,10 @@ def test_without_room_nothing_is_reused():
 
 def test_a_conversation_goes_on_from_the_state_at_its_end():
     """A text that leaves the conversation earlier is read anew."""
-    session = start_session(opened(), 1, 128, reuse_multiple=1)
-    reply, _ = answer(session, text(40))
-    longer = [*text(40), *reply, 5, 6, 7]
+    session, replies = start_session(opened(), 3, 128, reuse_multiple=1), [[], [], []]
+    for event in serve(session, [Request(text(40, seed), 4) for seed in (8, 3, 9)]):
+        replies[event.request].append(event.token)
+    longer = [*text(40), *replies[1], 5, 6, 7]  # beside two others
     alone = lambda prompt: answer(start_session(opened(), 1, 128, reuse_multiple=1), prompt)[0]
     assert answer(session, longer) == (alone(longer), 43)
     assert answer(session, longer[:30]) == (alone(longer[:30]), 0)
