@@ -3,10 +3,13 @@
 from common.machines.hlo import parse
 from tools.kernel_cycles import (
     Bundles,
+    PromptBundles,
+    PromptHeads,
     all_bundles,
     bundles_of_a_block,
     bundles_of_attention,
     count,
+    of_prompt,
 )
 
 # Three bundles that run once; a loop of 6 rounds, which makes 4 steps; in it one of 3 rounds.
@@ -73,6 +76,19 @@ def test_a_block_that_all_queries_see_counts_without_the_code_that_it_skips(tmp_
     (tmp_path / "1-prefill_attention.2-3-final_bundles.txt").write_text("\n".join(lines))
     (tmp_path / "1-fusion.2-3-final_bundles.txt").write_text(PROGRAM)
     assert bundles_of_a_block(tmp_path) == 3 + 4 + 100
+
+
+def test_a_prompt_counts_blocks_that_all_queries_see_apart_from_those_at_its_edge():
+    """1,024 queries behind as many positions: a block that all see, and one at the edge. On v6e, a
+    head of 128 fills half of a unit. The products of latents count once for each position."""
+    n, heads = PromptBundles(edge=40, inside=20, ends=10, each=1), PromptHeads(1, 1, 128, 128, 128)
+    seen = 1024 * 1024 + 1024 * 1025 // 2
+    products = seen * 2 * 128 / (4 * 256**2)
+    full, part = of_prompt(heads, n, 1024, 1024, "int8", "v6e:2x2")
+    assert full * (10 + 20 + 40 + 2) == products and part == 2 * full
+    latents = heads._replace(W=512, rank=256)
+    more, _ = of_prompt(latents, n, 1024, 1024, "int8", "v6e:2x2")
+    assert more * 72 == products + 2048 * 256 * 2 * 128 / (4 * 256**2)
 
 
 ATTENTION = """

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from common.command.arguments import check_options, parser, read_host_options
 from common.command.converse import Prompt, answer_prompts, converse, plan_prompts, read_prompts
-from common.command.environment import configure_jax
+from common.command.environment import configure_jax, handled
 from common.loading.checkpoint import progress_bar
 from common.loading.files import first_line
 from common.loading.shape import folder
@@ -204,10 +204,8 @@ def main(
         return [] if later else read_prompts(args), facts
 
     if rank is not None:
-        numbers = signal.SIGINT, signal.SIGTERM
-        held = [signal.signal(n, signal.SIG_DFL) for n in numbers]  # JAX waits without them
-        join(rank)
-        _ = [*map(signal.signal, numbers, held)]
+        with handled(signal.SIG_DFL):  # Python's own do not run while JAX waits
+            join(rank)
     prompts = prepare()[0] if rank is None else agree(prepare)
     module = drafting if args.draft == "mtp" and drafting is not None else module
     if args.dry_run:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from common.command.arguments import option
+from common.command.environment import handled
 from common.loading.files import first_line, parse_json
 from common.loading.generation import SETTINGS
 from common.server.fields import Refused, plain
@@ -196,19 +197,14 @@ def note_end(reply: Reply, max_new_tokens: int) -> None:
 def interruptible() -> Iterator[list[int]]:
     """Yields a list that gets the signal on Ctrl-C or SIGTERM. A second one interrupts at once."""
     pressed: list[int] = []
-    signals = (signal.SIGINT, signal.SIGTERM)
 
     def handler(number: int, *_: Any) -> None:
         pressed.append(number)
-        for number in signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
 
-    before = [(number, signal.signal(number, handler)) for number in signals]
-    try:
+    with handled(handler):
         yield pressed
-    finally:
-        for number, old in before:
-            signal.signal(number, old)
 
 
 def answer_prompts(

@@ -1,10 +1,14 @@
-"""JAX's settings for a command: its devices, and its cache of compiled programs."""
+"""What a command sets around it: JAX's devices and cache of compiled programs, and signals."""
 
+import contextlib
 import gc
 import importlib.util
 import math
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -21,6 +25,17 @@ def has_accelerator() -> bool:
     vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
     google = any(file.read_text().strip() == "0x1ae0" for file in vendors)
     return google or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
+
+
+@contextlib.contextmanager
+def handled(handler: Any) -> Iterator[None]:
+    """Within it, Ctrl-C and SIGTERM have this handler."""
+    before = [(n, signal.signal(n, handler)) for n in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, old in before:
+            signal.signal(number, old)
 
 
 def configure_jax(axes: dict[str, int], processes: int) -> None:

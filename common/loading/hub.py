@@ -20,10 +20,8 @@ OTHER_LAYOUTS = ["*/*", "consolidated*"]  # the same weights, named as in the au
 
 
 def locate(ckpt: str, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
-    """Returns `ckpt` if it is a directory, else that of `files`, downloaded from the hub.
-
-    Raises an OSError or a ValueError of one line.
-    """
+    """Returns `ckpt` if it is a directory, else that of `files`, downloaded from the hub. Raises
+    an OSError or a ValueError of one line."""
     path = Path(os.path.expanduser(ckpt))
     if path.suffix == ".gguf":
         raise ValueError(f"{ckpt}: GGUF files are not read; give a directory of safetensors files")

@@ -107,8 +107,7 @@ def model_dtype(
     float32 for a float16 checkpoint, too. ValueError if `asked` is neither of the two.
 
     The oldest config.json files name no dtype. Then the largest tensor decides, if `directory` is
-    given; otherwise the dtype is bfloat16.
-    """
+    given; otherwise the dtype is bfloat16."""
     stored = stored_dtype(hf)
     if stored is None and directory is not None and asked is None:
         tensors = open_tensors(directory).values()

@@ -76,10 +76,8 @@ def is_busy(session: Session) -> bool:
 
 def step(session: Session) -> list[Event]:
     """Reads a chunk of prompts, or decodes a token of every running text. Returns the new tokens.
-
     Between two steps of decoding, prompts of at most PROMPT_CHUNK tokens are read. So no running
-    text ever waits for more than one chunk, and no prompt waits for ever.
-    """
+    text ever waits for more than one chunk, and no prompt waits for ever."""
     receive(session)
     behind, session.ahead = session.ahead, None
     # First tokens need not wait for what is dispatched next, and a grammar needs its newest token.

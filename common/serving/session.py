@@ -250,8 +250,8 @@ def start_session(
     if any(map(is_recurrent, caches)) and draft is not None and draft_tokens >= PENDING:
         raise ValueError(f"with recurrent layers at most {PENDING - 1} tokens are drafted at once")
     slot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches)) // rows
-    by_shard, text = NamedSharding(mesh, P(DATA)), (slots, capacity + 1)
-    text_BS = None if draft is None else jnp.zeros(text, jnp.int32, device=by_shard)
+    by_shard, shape = NamedSharding(mesh, P(DATA)), (slots, capacity + 1)
+    text_BS = None if draft is None else jnp.zeros(shape, jnp.int32, device=by_shard)
     return Session(
         models=models,
         slots=slots,

@@ -47,10 +47,8 @@ def add_tokens(
     backend: tokenizers.Tokenizer, directory: Path, config: Mapping[str, Any]
 ) -> dict[str, str]:
     """Adds to a tokenizer all tokens that the files beside its own name. Returns the texts of those
-    that have a name, as templates see them. `config` is tokenizer_config.json.
-
-    ValueError if a file gives a token an id that it does not get.
-    """
+    that have a name, as templates see them. `config` is tokenizer_config.json. ValueError if a file
+    gives a token an id that it does not get."""
     where, tokens = directory / "tokenizer_config.json", dict[int, AddedToken]()
     names, others = read_names(config, where)
     if BY_ID in config:

@@ -32,10 +32,8 @@ Messages = Sequence[Mapping[str, Any]]
 def encode_chat(tok: Tokenizer, messages: Messages, **variables: Any) -> list[int]:
     """Encodes a conversation, up to where a reply begins. The template writes BOS itself, so the
     tokenizer adds nothing. `variables` (`tools`, ...) reach the template. Messages are OpenAI's;
-    the arguments of `tool_calls` may also be objects.
-
-    Raises ValueError if there is no template, if it complains, or if it leaves something out.
-    """
+    the arguments of `tool_calls` may also be objects. Raises ValueError if there is no template, if
+    it complains, or if it leaves something out."""
     variables = {key: x for key, x in variables.items() if x not in (None, [])}
     messages, controls = for_template(tok, messages, **variables), either(control_tokens(tok))
     text = render_chat(tok, marked(messages, controls), **marked(variables, controls))
