@@ -50,8 +50,7 @@ def is_recurrent(cache: tuple[Any, ...]) -> bool:
 
 
 def newest_steps(cache: tuple[Any, ...]) -> Array | None:
-    """The lengths, int32 [B], at which the newest step of each slot began; None if no layer is
-    recurrent."""
+    """Where the newest step of each slot began, int32 [B]; None if no layer is recurrent."""
     found = [layer.length[:, 0, 0] for layer in cache if isinstance(layer, Recurrent)]
     return found[0] if found else None
 

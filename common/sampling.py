@@ -259,8 +259,7 @@ def _uniform(seed: Array, position: Array) -> Array:
     """One float32 in (0, 1), from the seed and the position alone: a block of the cipher Threefry,
     whose key is the seed and whose counter is the position."""
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
-    # Centres of 2**23 cells. Their lower ends include 0, which would draw the first token, however
-    # improbable it is.
+    # Centres of 2**23 cells. Their lower ends include 0, which would draw even an impossible token.
     return (jax.random.key_data(key)[0] >> 9) * jnp.float32(2**-23) + jnp.float32(2**-24)
 
 

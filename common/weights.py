@@ -29,8 +29,7 @@ class Weight(NamedTuple):
 
 
 def norm(width: int, spec: PartitionSpec | None = None, initial: float = 1.0) -> Any:
-    """The weights of a norm, replicated unless `spec` says otherwise. `initial` is the weight that
-    changes nothing."""
+    """The weights of a norm, replicated unless `spec` says otherwise; `initial` is neutral."""
     return Weight((width,), P() if spec is None else spec, "array", initial=initial)
 
 

@@ -9,8 +9,9 @@ import runpy
 import sys
 from pathlib import Path
 
-from common.command.arguments import Parser
+from common.command.arguments import Parser, parser
 from common.command.cli import mistakes_on_one_line
+from common.loading.adapter import open_adapter
 from common.loading.files import read_json
 from common.loading.hub import locate
 from common.loading.shape import families_of, published_sizes
@@ -28,7 +29,7 @@ def family_of(ckpt: str, revision: str | None = None) -> str:
         if ckpt in published_sizes(importlib.import_module(f"{family}.model")):
             return family
     file = Path(ckpt)
-    if not file.is_file():
+    if file.suffix != ".json" or not file.is_file():
         file = locate(ckpt, revision, ["config.json"]) / "config.json"
     hf = read_json(file)
     if found := families_of(hf, ROOT):
@@ -41,14 +42,21 @@ def family_of(ckpt: str, revision: str | None = None) -> str:
 
 @mistakes_on_one_line()
 def find() -> str:
+    """Returns the family of the checkpoint in the arguments, or of the adapter's base model. Prints
+    the help of all families if it is asked for."""
     known = Parser(add_help=False)
     known.add_argument("--ckpt")
     known.add_argument("--adapter")
     known.add_argument("--revision")
+    known.add_argument("--help", "-h", action="store_true")
     args = known.parse_known_args()[0]
-    if args.ckpt is None and args.adapter is not None:
-        raise ValueError("--adapter needs --ckpt here: the base model, which says the family")
-    return DEMO if args.ckpt is None else family_of(args.ckpt, args.revision)
+    if args.help:
+        ap = parser("any family")
+        ap.prog = "python -m folio"
+        ap.print_help()
+        sys.exit(0)
+    _, ckpt, revision = open_adapter(args.adapter, args.ckpt, args.revision)
+    return DEMO if ckpt is None else family_of(ckpt, revision)
 
 
 def main() -> None:

@@ -109,6 +109,16 @@ def save(model: Model, directory: str | Path, dtype: DTypeLike | None = None) ->
     target.mkdir(parents=True, exist_ok=True)
     if any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty: save writes into a new directory")
+    try:
+        write_into(target, model, dtype)
+    except BaseException:  # half a checkpoint is none
+        shutil.rmtree(target)
+        raise
+
+
+def write_into(target: Path, model: Model, dtype: DTypeLike | None) -> None:
+    """Writes all files of `save`."""
+    assert model.directory is not None
     files, held, size = dict[str, str](), dict[str, np.ndarray](), 0
 
     def write() -> None:
@@ -129,6 +139,7 @@ def save(model: Model, directory: str | Path, dtype: DTypeLike | None = None) ->
     for file in model.directory.iterdir():
         if is_of_checkpoint(file) and "safetensors" not in file.name:
             shutil.copy(file, target / file.name)
+    hf = read_json(model.directory / "config.json")
     for part in (hf, hf.get("text_config", {})):
         part |= {key: str(np.dtype(dtype or model.dtype)) for key in DTYPE_KEYS if key in part}
     (target / "config.json").write_text(json.dumps(hf, indent=2) + "\n")

@@ -131,6 +131,7 @@ MISFITS = {  # what is said; the adapter, the base model, and what was edited
     "rank_pattern has a bad pattern: unterminated": names(rank_pattern={"v_proj": 2, "[q": 3}),
     "alpha_pattern has a bad pattern: the repet": names(alpha_pattern={f"q{{{2**64}}}": 3}),
     "needs matrices lora_A, lora_B alone": names(lambda x: x.pop(Q_B)),
+    f"{{}}/{WEIGHTS} holds no tensor": names(lambda x: x.clear()),
     "lora_A.weight [3, 54] does not fit": names(lambda x: x.update({Q_B: x[Q_B][:9].copy()})),
     "0.x.weight fits no float": names(lambda x: x.update({f"{LAYER}x.weight": x[Q_A]})),
     f"with {{}}/{WEIGHTS} holds NaN or infinity": names(lambda x: x[Q_B].fill(np.inf)),

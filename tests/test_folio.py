@@ -36,27 +36,34 @@ def test_what_no_family_computes_is_named(hf, tmp_path):
         ([], "llama3"),
         (["--ckpt", "qwen3-0.6b", "--dry-run", "cpu:1"], "qwen3"),
         (["--prompt", "x", "--ckpt=gpt-oss-20b"], "gpt_oss"),
+        (["--adapter", str(FIXTURES / "adapters" / "experts")], "qwen3"),
     ],
 )
 def test_the_command_line_is_that_of_the_family(words, run, monkeypatch):
     started = []
     monkeypatch.setattr(runpy, "run_module", lambda name, **_: started.append(name))
     monkeypatch.setattr(sys, "argv", ["folio", *words])
+    monkeypatch.chdir(ROOT)  # where the adapter's base model is
     main()
     assert started == [f"{run}.main"]
 
 
-ADAPTER_ALONE = "--adapter needs --ckpt here: the base model, which says the family"
+def test_the_help_is_that_of_all_families(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["folio", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: python -m folio [-h] [--ckpt CKPT]")
+
+
+WEIGHTS = str(ROOT / "llama3" / "embedded" / "model.safetensors")
 
 
 @pytest.mark.parametrize(
     "words, told",
     [
         (["--ckpt", "nothing"], "'nothing' is neither a directory nor a hub id like org/name"),
-        (
-            ["--adapter", "a/b"],
-            ADAPTER_ALONE,
-        ),
+        (["--ckpt", WEIGHTS], f"{WEIGHTS} is a file; give the directory that it lies in"),
     ],
 )
 def test_a_mistake_is_one_line(words, told, monkeypatch, capsys):

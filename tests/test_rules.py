@@ -27,6 +27,7 @@ from common.serving.score import logits
 from common.serving.serve import cancel, is_busy, serve, step, submit
 from common.serving.session import Request, start_session
 from common.sharding import P, make_mesh
+from common.text.grammar import json_grammar
 from common.text.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -361,6 +362,7 @@ def test_what_no_rule_may_be_is_refused_in_one_line():
         (dict(logit_bias=[(1, 1.0)] * 513), "logit_bias has more than 512 tokens"),
         (dict(grammar="start: x"), "the grammar cannot be followed: "),
         (dict(grammar=LLMatcher.grammar_from_lark("start: x")), 'unknown name: "x"'),
+        (dict(grammar=json_grammar({"$ref": "#"})), "cannot be followed: no text fits it"),
     ):
         assert "\n" not in refused(ValueError, line, submit, session, Request([1], 2, **wrong))
     plain = start_session(model_of()._replace(tokenizer=None), 2, 64, "float32")

@@ -82,6 +82,7 @@ def test_what_could_not_be_read_again_is_not_written(what, dtype, told, tmp_path
     llama = load(model_of("llama3"), str(FIXTURES / "llama3" / "scaled"))
     with pytest.raises(ValueError, match=told):
         save.save(changed(llama, what), tmp_path / "saved", dtype)
+    assert not (tmp_path / "saved").exists()
 
 
 def test_changed_weights_are_written_in_another_dtype(tmp_path):

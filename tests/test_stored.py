@@ -65,7 +65,6 @@ DAMAGE = {
     "empty": lambda content: b"",
     "half a header": lambda content: content[:100],
     "a page to sign in": lambda content: b"<!DOCTYPE html><html>Sign in to download</html>",
-    "a pointer of git-lfs": lambda content: b"version https://git-lfs.github.com/spec/v1",
     "another shape": lambda content: content.replace(b"[3,7]", b"[3,9]"),
     "an unknown dtype": lambda content: content.replace(b'"F32"', b'"Q32"', 1),
     "cut short": lambda content: content[:-1],
@@ -81,6 +80,12 @@ def test_a_damaged_file_is_refused_by_name(checkpoint, damage):
     assert file.read_bytes() != content
     message = refused(ValueError, f"{file} is damaged or cut short", open_tensors, checkpoint)
     assert message.endswith("; download it again")
+
+
+def test_a_note_of_git_lfs_is_called_one(checkpoint):
+    file = checkpoint / SINGLE
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    refused(ValueError, f"{file} is not here, only Git LFS's note", open_tensors, checkpoint)
 
 
 def test_a_missing_file_of_the_index_is_named_with_a_tensor_it_holds(tmp_path):

@@ -178,13 +178,12 @@ def add_host_options(ap: argparse.ArgumentParser) -> None:
     add = ap.add_argument_group("several processes (see docs/multi_host.md)").add_argument
     told = "this is one of several processes, such as one per host (default: detected)"
     add("--distributed", action=argparse.BooleanOptionalAction, help=told)
-    add("--coordinator", metavar="HOST:PORT", help="the address of process 0")
+    add("--coordinator", type=place, metavar="HOST:PORT", help="the address of process 0")
     add("--process", type=process, metavar="I/N", help="this is process I of N, counted from 0")
 
 
 def read_host_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads these options alone of a command line that has a mistake; the others get their
-    defaults."""
+    """Reads these options alone of a command line that has a mistake; others get defaults."""
     ap = Parser(add_help=False, allow_abbrev=False)
     add_host_options(ap)
     return ap.parse_known_args(argv, parser("").parse_args([]))[0]

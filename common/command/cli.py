@@ -153,8 +153,7 @@ def cut(line: str) -> str:
 
 @contextlib.contextmanager
 def mistakes_on_one_line() -> Iterator[None]:
-    """Ends the program with exit code 2 and one line for each mistake of the user, and with 130 on
-    Ctrl-C or SIGTERM."""
+    """Exit code 2 and a line for each mistake of the user; 130 on Ctrl-C or SIGTERM."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     streams = sys.stdout, sys.stderr  # which `join` replaces
     try:

@@ -11,6 +11,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
+from io import TextIOWrapper
 from typing import Any, NamedTuple
 
 from common.command.arguments import option
@@ -72,15 +73,16 @@ def read_prompts(args: Namespace) -> list[Prompt]:
 
 def encode_prompt(model: Model, args: Namespace, prompt: Prompt) -> list[int]:
     """Encodes one prompt, through the chat template if the checkpoint has one."""
-    if (tok := model.tokenizer) is None:  # random weights of a lone config: any ids will do
-        return [byte % model.config.vocab_size for byte in str(prompt).encode()]
-    if not args.raw and tok.chat_template is not None:
+    tok = model.tokenizer
+    if tok is not None and tok.chat_template is not None and not args.raw:
         messages = [said("user", prompt)] if isinstance(prompt, str) else prompt
         return encode_messages(tok, args, messages)
     if args.system or args.think is not None or not isinstance(prompt, str):
         what = "--system" if args.system else "--think or --no-think"
         what = what if isinstance(prompt, str) else "a line with messages"
         raise ValueError(f"{what} needs a chat template, and there is none, or --raw was given")
+    if tok is None:  # random weights of a lone config: any ids will do
+        return [byte % model.config.vocab_size for byte in prompt.encode()]
     return encode(tok, prompt)
 
 
@@ -100,6 +102,8 @@ def make_request(model: Model, args: Namespace, ids: Sequence[int], index: int) 
     asked = {name: getattr(args, name) for name in SETTINGS}
     settings |= {name: value for name, value in asked.items() if value is not None}
     request = Request(ids, args.max_new_tokens, seed=(args.seed + index) % 2**32, **settings)
+    if tok is None and (args.stop or args.json_schema):
+        raise ValueError("--stop and --json-schema need a tokenizer, and this model has none")
     if tok is None:
         return request
     is_chat = tok.chat_template is not None and not args.raw
@@ -253,6 +257,8 @@ def converse(session: Session, args: Namespace) -> bool:
     turn. Returns True if SIGTERM ended the conversation."""
     tok, messages = session.model.tokenizer, list[dict[str, Any]]()
     assert tok is not None
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 ends no conversation
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("> ")

@@ -39,8 +39,10 @@ def handled(handler: Any) -> Iterator[None]:
 
 
 def configure_jax(axes: dict[str, int], processes: int) -> None:
-    """Makes the settings that must come before the first device is used. ValueError if JAX finds no
-    device."""
+    """Makes the settings that come before the first device. ValueError if JAX finds no device."""
+    for name in ("jax_disable_jit", "jax_enable_x64"):
+        if getattr(jax.config, name):
+            raise ValueError(f"{name.upper()} is set, with which nothing here runs: unset it")
     if not os.environ.get("JAX_PLATFORMS") and not has_accelerator():
         jax.config.update("jax_platforms", "cpu")
     need = math.ceil(math.prod(axes.values()) / processes)

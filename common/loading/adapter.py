@@ -68,7 +68,9 @@ def adapted(tensors: Tensors, table: Table, adapter: Path) -> Tensors:
             return own
         raise ValueError(f"{tensor.file}: {tensor.name} {why}")
 
-    for name, tensor in read_header(adapter / WEIGHTS).items():
+    if not (header := read_header(adapter / WEIGHTS)):
+        raise ValueError(f"{adapter / WEIGHTS} holds no tensor")
+    for name, tensor in header.items():
         module, _, factor = name.removeprefix("base_model.model.").partition(".lora_")
         if factor:
             pairs.setdefault(module, {})[factor.removesuffix(".weight")[-1]] = tensor

@@ -64,14 +64,13 @@ def read_shape(
         if not Path(ckpt).is_dir():
             raise ValueError(f"{module.__package__} ships no model: give a checkpoint (--ckpt)")
     elif random:
-        sizes = published_sizes(module)
-        if revision is not None and (ckpt in sizes or Path(ckpt).is_file()):
+        sizes, file = published_sizes(module), Path(ckpt)
+        is_lone = file.suffix == ".json" and file.is_file()
+        if revision is not None and (ckpt in sizes or is_lone):
             raise ValueError(f"{ckpt} is not a hub repository and has no revision {revision!r}")
-        if ckpt in sizes:
-            return sizes[ckpt], None
-        if Path(ckpt).is_file():
-            return read_json(Path(ckpt)), None
-        if "/" not in ckpt and not Path(ckpt).is_dir():
+        if ckpt in sizes or is_lone:
+            return sizes.get(ckpt) or read_json(file), None
+        if "/" not in ckpt and not file.exists():
             raise ValueError(f"{ckpt!r} is no file, no directory, and none of {', '.join(sizes)}")
     elif not Path(ckpt).exists() and ckpt in published_sizes(module):
         raise ValueError(f"{ckpt} is a size, without weights: add --random, or give a checkpoint")

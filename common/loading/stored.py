@@ -93,6 +93,9 @@ def _indexed(directory: Path) -> Tensors:
 def read_header(file: Path) -> Tensors:
     """Returns the tensors of one safetensors file. ValueError if it is damaged or cut short."""
     with open(file, "rb") as f:
+        if f.read(8) == b"version ":
+            raise ValueError(f"{file} is not here, only Git LFS's note of it: run git lfs pull")
+        f.seek(0)
         try:
             with safe_open(file, "np"):  # checks the whole header, and the size of the file
                 start = 8 + int.from_bytes(f.read(8), "little")

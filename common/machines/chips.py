@@ -74,11 +74,11 @@ def devices_of(topology: str) -> Sequence[Any]:
     host's: one ("cpu"), or as many as it stands for ("cpu:8"). ValueError, in one line, if nothing
     here can compile for them."""
     name, _, size = topology.partition(":")
-    if name == "cpu" and re.fullmatch(r"\d*", size):
-        there, count = jax.devices("cpu"), int(size or 1)
-        if not 1 <= count <= len(there):
-            raise ValueError(f"{topology!r}: this host stands for 1 to {len(there)} devices")
-        return there[:count]
+    if name == "cpu":
+        there = jax.devices("cpu")
+        if not re.fullmatch(r"(?!0)\d{0,9}", size) or int(size or 1) > len(there):
+            raise ValueError(f"{topology!r}: cpu:N takes N of JAX's {len(there)} CPU devices here")
+        return there[: int(size or 1)]
     if name not in CHIPS:
         names = ", ".join(CHIPS)
         raise ValueError(f"{topology!r} is unknown: give one of {names}, and a size (v5e:4x4)")

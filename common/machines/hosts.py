@@ -39,8 +39,7 @@ class Rank(NamedTuple):
 
 
 def find_rank(args: argparse.Namespace) -> Rank | None:
-    """Which of several processes this is, by options or by what JAX detects of a cluster. None if
-    it runs alone."""
+    """Which of several processes this is, by options or what JAX detects. None if it is alone."""
     told = bool(args.coordinator or args.process or args.distributed)
     # In a Slurm step of one task, JAX would count the tasks of the whole allocation.
     if args.distributed is False or (not told and os.environ.get("SLURM_STEP_NUM_TASKS") == "1"):
@@ -70,7 +69,7 @@ def join(rank: Rank) -> None:
     try:
         limits: Any = dict(heartbeat_timeout_seconds=DEAD_S, shutdown_timeout_seconds=ALONE_S)
         jax.distributed.initialize(*rank, **limits)
-    except (RuntimeError, IndexError) as error:  # IndexError: the address has no port
+    except RuntimeError as error:
         raise ValueError(f"processes at {rank.coordinator}: {first_line(error)}") from None
 
 

@@ -79,8 +79,7 @@ def parts(spec: PartitionSpec, axes: Axes) -> int:
 
 
 def weight_bytes(weight: Weight, plan: Plan, axes: Axes) -> int:
-    """Returns the bytes of one device's part of a weight, without the scales that the plan's
-    storage adds."""
+    """Returns the bytes of a device's part of a weight, without scales that the storage adds."""
     if (chosen := storage_for(weight, plan.storage)) is not None:
         size = chosen.bytes or jnp.dtype(plan.dtype).itemsize
         return int(math.prod(weight.shape) * size) // parts(weight.spec, axes)
@@ -92,8 +91,7 @@ def weight_bytes(weight: Weight, plan: Plan, axes: Axes) -> int:
 
 
 def load_of(plan: Plan, axes: Axes) -> Load:
-    """Returns the load of each device of a mesh in a step of a plan. ValueError if the mesh cannot
-    split the model."""
+    """Returns each device's load in a step. ValueError if the mesh cannot split the model."""
     module, config = plan.module, plan.config
     slots = axes[DATA] if plan.prompt else plan.slots
     shards = Shards(axes[EXPERT], axes[TENSOR])

@@ -44,8 +44,7 @@ def new_id(prefix: str) -> str:
 
 
 def add(asked: Asked, choice: Choice, tok: Tokenizer, event: Event) -> None:
-    """Adds a token; before the first one the prompt, if that is wanted. Refused if there is no
-    token."""
+    """Adds a token, and the prompt before the first if it is wanted. Refused without a token."""
     get = asked.given.get
     if event.token == INVALID:
         why = "the model's logits are NaN or infinite"

@@ -277,8 +277,7 @@ class Guard:
 
 
 def refusal_of(error: Exception) -> Refused:
-    """What a client is told of an error. If it is a bug, stderr says where, without any text that a
-    client has sent."""
+    """What a client is told of an error. Of a bug, stderr says where, without a client's text."""
     if isinstance(error, HTTPException):
         return Refused(error.detail, status=error.status_code)
     if isinstance(error, ClientDisconnect):  # in the middle of a body
@@ -310,8 +309,7 @@ def open_listener(args: argparse.Namespace) -> socket.socket:
 
 
 def names_of(listener: socket.socket, place: str, allowed: Sequence[str]) -> set[str]:
-    """The names that a Host header may have, with those in --serve and --allow-host; empty if other
-    machines can connect."""
+    """The names that a Host header may have; empty, for any, if other machines can connect."""
     host = listener.getsockname()[0]
     if not ipaddress.ip_address(host).is_loopback:
         return set()
@@ -320,8 +318,7 @@ def names_of(listener: socket.socket, place: str, allowed: Sequence[str]) -> set
 
 
 def key_of(args: argparse.Namespace) -> str | None:
-    """The API key. ValueError if it is empty, which would let all clients in, or if no client could
-    send it."""
+    """The API key. ValueError if it is empty, as all would get in, or if no client can send it."""
     key = os.environ.get("FOLIO_API_KEY") if args.api_key is None else str(args.api_key)
     if key is not None and not (key and key.isprintable() and key == key.strip()):
         what = "be printable, and neither be empty nor have spaces around it"

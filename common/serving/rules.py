@@ -32,7 +32,9 @@ def check_grammar(model: Model, grammar: str) -> None:
 def error_in(vocabulary: Any, grammar: str) -> str:
     from llguidance import LLMatcher
 
-    return str(LLMatcher.validate_grammar(grammar, vocabulary))
+    guide = LLMatcher(vocabulary, grammar, log_level=0)
+    guide.compute_bitmask()
+    return guide.get_error().partition("<state>")[0].replace("NoExtensionBias", "no text fits it")
 
 
 def vocabulary_of(model: Model) -> Any:

@@ -247,8 +247,7 @@ class Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment that templates are written for, Hugging Face's, without powers: those of
-    9**9**9 have no end."""
+    """The environment that templates are written for, without powers: 9**9**9 has no end."""
 
     intercepted_binops = frozenset(["**"])
 
@@ -281,8 +280,7 @@ def compiled(source: str) -> jinja2.Template:
 
 @lru_cache(8)
 def literals(source: str | None) -> str:
-    """The texts in a template's code, with a zero character between two: what it writes, and what
-    it compares with."""
+    """The texts in a template's code (it writes them, or compares), zero characters between."""
     tree = compiled(source or "").environment.parse(source or "")
     texts = {node.data for node in tree.find_all(nodes.TemplateData)}
     texts |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
