@@ -48,7 +48,8 @@ def test_every_file_is_drawn_by_the_script():
 def test_a_picture_is_in_the_readme_that_it_belongs_to(name):
     pages = dict(
         kernels="common/kernels/README.md", house="docs/forking.md", serving="docs/serving.md"
-    ) | dict(slots="docs/serving.md", steps="docs/library.md")
+    ) | dict(slots="docs/serving.md", steps="docs/library.md", speed="docs/cpu.md")
+    pages |= dict(perplexity="docs/four_bits.md")
     page = ROOT / pages.get(name, f"{name}/README.md")
     folder, shown = page.parent, re.findall(r"!\[([^\]\n]+)\]\(([^)]+)\)", page.read_text())
     texts = {(folder / target).resolve(): alt for alt, target in shown}

@@ -9,6 +9,7 @@ the published configurations in shapes.py, and from the functions that the model
 import argparse
 import ast
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -109,6 +110,11 @@ def arrow(*points: tuple[float, float], head: bool = True) -> str:
     path = " ".join(f"{x:g},{y:g}" for x, y in points)
     tip = ' marker-end="url(#head)"' if head else ""
     return f'<polyline class="arrow" points="{path}"{tip}/>'
+
+
+def number(x: float, y: float, n: int) -> str:
+    """Step n of a picture."""
+    return f'<circle class="purple" cx="{x:g}" cy="{y:g}" r="10"/>' + text(x, y, f"{n}")
 
 
 def grid(x: float, y: float, kinds: Any, w: float, h: float, words: Any = None) -> list[str]:
@@ -642,40 +648,54 @@ def serving_slots() -> Picture:
     running = {Place(SLOT, 0), Place(SLOT, 2)}
     target = least_missed(index, [p for p in texts if p.tier == SLOT and p not in running])
     kept = least_missed(index, [p for p in texts if p.tier == KEPT])
-    tops = {SLOT: 150, KEPT: 330, HOST: 440}
+    tops = {SLOT: 80, KEPT: 260, HOST: 370}
     ys = {place: tops[place.tier] + 36 * place.number for place in texts}
 
     def bar(place: Place) -> list[str]:
         filled, kind = len(index.texts[place].tokens), "green" if place in running else "plain"
-        frame = [box(x, ys[place], capacity * scale, 26, kind="empty")] * (place.tier == SLOT)
+        frame = [box(x, ys[place], capacity * scale, 26, kind="empty"),
+                 text(x + 228, ys[place] + 13, f"slot {place.number}", "faint")]
+        frame *= place.tier == SLOT
         return [*frame, box(x, ys[place], filled * scale, 26, f"{filled:,}", kind)]
 
-    def down(above: Place, below: Place) -> str:
-        side = x + capacity * scale
-        return arrow((side, ys[above] + 18), (side + 40, ys[above] + 18),
-                     (side + 40, ys[below] + 8), (side, ys[below] + 8))
+    def down(above: Place, below: Place, n: int) -> str:
+        side, far = x + capacity * scale, x + capacity * scale + 50
+        line = arrow((side, ys[above] + 18), (far, ys[above] + 18),
+                     (far, ys[below] + 8), (side, ys[below] + 8))
+        return line + number(far, (ys[above] + ys[below]) / 2 + 13, n)
 
+    slots = f"slot {source.number}", f"slot {target.number}"
+    told = (
+        f"The longest cached prefix is in {slots[0]}: {shared:,} tokens.\n"
+        f"Of these, whole chunks of {PROMPT_CHUNK} are copied, in {start // COPY_BLOCK} blocks.",
+        f"The other {left} tokens are prefilled, padded to {bucket_for(left)}.",
+        f"{slots[1].capitalize()} is free, and least recently used.\n"
+        "What it holds moves to kept memory.",
+        "What was kept there longest moves to host memory.",
+        f"insert copies the prompt into {slots[1]}, which now decodes.",
+    )
     shapes = [
-        text(20, 56, f"a new prompt: {len(prompt):,} tokens, {shared:,} are held", "left"),
-        box(20, 74, start * scale, 44, f"{start:,}\ncopied", "blue"),
-        box(20 + start * scale, 74, left * scale + 30, 44, f"{left}\nread", "yellow"),
-        text(20, 140, "where prompts are read:", "left faint"),
-        text(20, 158, f"whole chunks of {PROMPT_CHUNK} are copied,", "left faint"),
-        text(20, 176, f"in {start // COPY_BLOCK} blocks of {COPY_BLOCK} positions;", "left faint"),
-        text(20, 194, f"{left} tokens are read, padded to {bucket_for(left)}", "left faint"),
-        text(x, 132, "slots; the green ones decode", "left faint"),
+        text(20, 62, f"prefill buffer: a prompt of {len(prompt):,} tokens", "left"),
+        box(20, 80, start * scale, 34, f"{start:,}", "blue"),
+        box(20 + start * scale, 80, left * scale + 30, 34, f"{left}", "yellow"),
+        number(20 + start * scale + left * scale / 2 + 15, 128, 2),
+        text(x, 62, "slots (those that decode are green)", "left"),
         *(shape for place in texts for shape in bar(place)),
-        text(x, 312, "kept in the devices' memory (--keep)", "left faint"),
-        text(x, 422, "kept in host memory (--keep-host)", "left faint"),
-        arrow((206, 84), (440, 84), (440, ys[target] + 13), (x, ys[target] + 13)),
-        text(214, 98, "insert, when all is read", "left faint"),
-        arrow((x, ys[source] + 13), (330, ys[source] + 13), (330, 112), (206, 112)),
-        text(338, ys[source] - 2, f"{start:,} positions", "left faint"),
-        down(target, kept),
-        text(x + capacity * scale + 50, 254, "what it\nheld", "left faint"),
-        down(kept, Place(HOST, 0)),
+        text(x, 242, "kept in device memory (--keep)", "left"),
+        text(x, 352, "kept in host memory (--keep-host)", "left"),
+        arrow((206, 88), (430, 88), (430, ys[target] + 13), (x, ys[target] + 13)),
+        number(400, 88, 5),
+        arrow((x, ys[source] + 13), (320, ys[source] + 13), (320, 106), (206, 106)),
+        number(360, ys[source] + 13, 1),
+        down(target, kept, 3),
+        down(kept, Place(HOST, 0), 4),
     ]
-    return Picture("A new prompt starts from the longest beginning that is held", 490, shapes)
+    y = 200.0
+    for i, line in enumerate(told, 1):
+        extra = LINE * line.count("\n")
+        shapes += [number(30, y, i), text(48, y + extra / 2, line, "left")]
+        y += 32 + extra
+    return Picture("The prefix cache, step by step", 420, shapes)
 
 
 Asks = dict[int, list[tuple[int, int]]]  # lengths of prompts and replies, by the step they come in
@@ -753,25 +773,71 @@ def prompt_to_text() -> Picture:
     return Picture("prefill, insert, generate: three functions of every model file", 304, shapes)
 
 
+def table(page: str, first: str) -> list[list[str]]:
+    """The rows of the table of a page whose head begins with these cells."""
+    lines = (ROOT / page).read_text(encoding="utf-8").partition(first)[2].split("\n")[2:]
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def speed_on_a_cpu() -> Picture:
+    """The ratios of the table in docs/cpu.md, on a logarithmic scale."""
+    rows = table("docs/cpu.md", "| | | ours, tokens/s |")
+    shapes, octave, high = list[str](), 38.0, 13
+    for i, of_model in enumerate(zip(rows[::3], rows[1::3], rows[2::3], strict=True)):
+        y = 92 + 38 * i
+        shapes.append(text(20, y + high, of_model[0][0], "left"))
+        for j, (_, _, _, *ratios, _, _) in enumerate(of_model):
+            one = 300 + 212 * j
+            for k, ratio in enumerate(ratios):
+                if ratio:
+                    width, at = octave * math.log2(float(ratio)), y + (high + 1) * k
+                    kind, end = ("blue", "yellow")[k], one + width + (17 if width > 0 else -17)
+                    shapes.append(box(one + min(width, 0), at, abs(width), high, kind=kind))
+                    shapes.append(text(end, at + high / 2, ratio, "faint"))
+    bottom = 92 + 38 * (len(rows) // 3)
+    for j, what in enumerate(row[1] for row in rows[:3]):
+        one = 300 + 212 * j
+        shapes += [text(one, 72, what), arrow((one, 84), (one, bottom), head=False)]
+    shapes += [box(20, bottom + 12, 14, high, kind="blue"),
+               text(42, bottom + 18, "× transformers", "left"),
+               box(160, bottom + 12, 14, high, kind="yellow"),
+               text(182, bottom + 18, "× llama.cpp; right of the line ours is faster", "left")]
+    return Picture("Our tokens per second over those of others, on two cores", bottom + 42, shapes)
+
+
+def perplexity() -> Picture:
+    """The table of docs/four_bits.md."""
+    shapes = list[str]()
+    for i, (name, *changes) in enumerate(table("docs/four_bits.md", "| | *Hamlet*, % |")):
+        y = 62 + 38 * i
+        shapes.append(text(20, y + 14, name, "left"))
+        for k, change in enumerate(changes):
+            width = 18 * abs(float(change))
+            shapes += [box(180, y + 14 * k, width, 13, kind=("blue", "yellow")[k]),
+                       text(188 + width, y + 14 * k + 7, change, "left faint")]
+    y += 52
+    shapes += [box(20, y, 14, 13, kind="blue"), text(42, y + 6, "Hamlet", "left"),
+               box(160, y, 14, 13, kind="yellow"), text(182, y + 6, "pages", "left")]
+    return Picture("By how much the perplexity of SmolLM2-135M changes, in %", y + 30, shapes)
+
+
 def the_house() -> Picture:
-    """The folders of common/, from the imports of their files. The lowest two floors are one folder
-    each with kernels between them, because kernels import how a matrix is stored."""
+    """The folders of common/, each above those that its files import. The lowest two floors are one
+    folder, with kernels between them, because kernels import how a matrix is stored."""
     words = {"command": "options, checks, output", "server": "OpenAI's protocol",
              "serving": "from prompts to text", "machines": "chips, meshes, hosts",
              "text": "text to ids and back",
-             "loading": "files to sharded arrays", "": "the words of model.py",
-             "kernels": "for TPU, GPU and CPU", "forms": "forms of a matrix"}
+             "loading": "files to sharded arrays", "": "what model.py calls",
+             "kernels": "for TPU, GPU and CPU", "forms": "how a matrix is stored"}
     files: dict[str, list[str]] = {floor: [] for floor in words}
-    uses: dict[str, dict[str, int]] = {floor: {} for floor in words}
     for file in sorted((ROOT / "common").rglob("*.py")):
         if file.stem != "__init__":
             floor = floor_of(module_of(file))
             files[floor].append(file.stem)
-            for other in map(floor_of, imported(file)):
-                uses[floor][other] = uses[floor].get(other, 0) + (other != floor)
-    names = {floor: f"common/{floor}" if floor not in ("", "forms") else "common/*.py"
-             for floor in words}
-    shapes, y, left, right = [], 50, 175, 840
+            under = [*words][[*words].index(floor) :]
+            assert {*map(floor_of, imported(file))} <= {*under}, file
+    shapes, y, left, right, tops = [], 50, 175, 700, dict[str, int]()
     for floor, means in words.items():
         lines, x = [[]], left
         for name in files[floor]:
@@ -781,18 +847,16 @@ def the_house() -> Picture:
             lines[-1].append(box(x, y + 26 * (len(lines) - 1), width, 22, name,
                                  "green" if floor in ("", "forms") else "plain"))
             x += width + 6
-        height = 26 * len(lines)
-        found = sorted(uses[floor].items(), key=lambda item: -item[1])
-        below = ", ".join(f"{other or 'words'} {n}" for other, n in found if n)
-        shapes += [box(10, y - 8, 840, height + 32, kind="frame"),
-                   text(20, y + 11, names[floor], "left"),
-                   text(20, y + 29, means, "left faint"), *(x for line in lines for x in line),
-                   text(left, y + height + 9, f"imports: {below or 'nothing'}", "left faint")]
-        y += height + 46
-    shapes.append(text(20, y + 4, "A family's model.py imports green files and kernels. Its "
-                       "main.py imports", "left"))
-    shapes.append(text(20, y + 22, "common/command. Numbers count imports.", "left"))
-    return Picture("The house: a folder imports from the folders under it", y + 44, shapes)
+        height, tops[floor] = max(26 * len(lines), 40), y
+        own = f"common/{floor}" if floor not in ("", "forms") else "common/*.py"
+        shapes += [box(10, y - 8, 700, height + 12, kind="frame"), text(20, y + 9, own, "left"),
+                   text(20, y + 27, means, "left faint"), *(x for line in lines for x in line)]
+        y += height + 22
+    shapes += [box(750, tops["command"] - 6, 92, 36, "llama3/\nmain.py", "blue"),
+               arrow((750, tops["command"] + 12), (711, tops["command"] + 12)),
+               box(750, tops[""] - 8, 92, y - tops[""] - 6, "llama3/\nmodel.py", "blue")]
+    shapes += [arrow((750, tops[x] + 14), (711, tops[x] + 14)) for x in ("", "kernels", "forms")]
+    return Picture("common/: a folder imports only from those under it", y + 4, shapes)
 
 
 def module_of(file: Path) -> str:
@@ -831,6 +895,8 @@ PICTURES = {
     "serving": serving_slots,
     "slots": slots_over_time,
     "steps": prompt_to_text,
+    "speed": speed_on_a_cpu,
+    "perplexity": perplexity,
 }
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Plants bugs in the model files, one at a time, and runs the default tests against each.
+"""Plants bugs in the model files and kernels, one at a time, and runs the default tests against
+each.
 
-    python tools/planted_bugs.py [family ...]
+    python tools/planted_bugs.py [PLACE ...]
 
-The bugs are in planted_bugs.toml. Each is planted in a copy of the repository; then the tests of
-its family must fail. Prints a line for each bug, and exits with 1 if the tests missed one.
+A place is a family, or a kernel such as kernels/softmax. The bugs are in planted_bugs.toml. Each is
+planted in a copy of the repository; then the tests of its place must fail. Prints a line for each
+bug, and exits with 1 if the tests missed one.
 """
 
 import argparse
@@ -18,42 +20,64 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from families import FAMILIES, SHOWN  # noqa: E402
+from families import SHOWN  # noqa: E402
 
 LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".hypothesis")
+# The tests that must see a kernel's bugs.
+KERNELS = dict.fromkeys(("attention_blocked", "softmax", "visible"), "test_attention")
+KERNELS |= dict.fromkeys(
+    ("decode_attention_tpu", "prefill_attention_tpu"), "test_decode_attention_tpu"
+)
+KERNELS |= dict.fromkeys(("ragged_dot_tpu", "tile_products"), "test_ragged_dot")
+KERNELS |= dict.fromkeys(("delta_rule", "delta_rule_tpu"), "test_delta_rule")
+KERNELS |= dict.fromkeys(("decode_attention_gpu", "ragged_dot_gpu"), "test_gpu_kernels")
+PLACES = [*SHOWN, *(f"kernels/{name}" for name in KERNELS)]
 
 
 class Bug(NamedTuple):
-    """A bug: `new` replaces `old`, which the model file contains once."""
+    """A bug: `new` replaces `old`, which the file contains once."""
 
     what: str
     old: str
     new: str
 
 
-def bugs_of(family: str) -> list[Bug]:
-    """Returns the family's own bugs, and those for all families whose code its model file contains
-    once. Raises ValueError if it does not contain the code of one of its own once."""
-    text = (ROOT / family / "model.py").read_text(encoding="utf-8")
+def file_of(place: str) -> str:
+    return f"common/{place}.py" if place.startswith("kernels/") else f"{place}/model.py"
+
+
+def bugs_of(place: str) -> list[Bug]:
+    """Returns the bugs of a place and, for a family, those for all families whose code its model
+    file contains once. Raises ValueError if the code of one of its own is not there once."""
+    text = (ROOT / file_of(place)).read_text(encoding="utf-8")
     bugs = tomllib.loads((ROOT / "tools" / "planted_bugs.toml").read_text(encoding="utf-8"))
-    own = [Bug(what, *change) for what, change in bugs.get(family, {}).items()]
+    own = [Bug(what, *change) for what, change in bugs.get(place, {}).items()]
     for bug in own:
         if (count := text.count(bug.old)) != 1:
-            raise ValueError(f"{family}/model.py has {bug.old!r} {count} times, not once")
+            raise ValueError(f"{file_of(place)} has {bug.old!r} {count} times, not once")
+    if place not in SHOWN:
+        return own
     shared = (Bug(what, *change) for what, change in bugs["all"].items())
     return [*(bug for bug in shared if text.count(bug.old) == 1), *own]
 
 
-def is_seen(root: Path, family: str, bug: Bug) -> bool:
+def tests_of(root: Path, place: str) -> list[str]:
+    """Returns the arguments with which pytest runs the tests of a place."""
+    if place not in SHOWN:
+        return [f"tests/{KERNELS[place.removeprefix('kernels/')]}.py"]
+    own = f"tests/test_{place}.py"
+    tests = ["tests/test_families.py", *([own] if (root / own).exists() else [])]
+    return ["-k", f"{place} or test_{place}", *tests]
+
+
+def is_seen(root: Path, place: str, bug: Bug) -> bool:
     """Plants the bug in the copy of the repository at `root`, and returns whether a test fails."""
-    file = root / family / "model.py"
+    file = root / file_of(place)
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
-    own = f"tests/test_{family}.py"
-    tests = ["tests/test_families.py", *([own] if (root / own).exists() else [])]
-    options = ["-n0", "-x", "-q", "-k", f"{family} or test_{family}", "-p", "no:cacheprovider"]
+    options = ["-n0", "-x", "-q", "-p", "no:cacheprovider"]
     try:
-        run = [sys.executable, "-m", "pytest", *options, *tests]
+        run = [sys.executable, "-m", "pytest", *options, *tests_of(root, place)]
         return subprocess.run(run, cwd=root, capture_output=True).returncode == 1
     finally:
         file.write_text(text, encoding="utf-8")
@@ -61,18 +85,18 @@ def is_seen(root: Path, family: str, bug: Bug) -> bool:
 
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    ap.add_argument("family", nargs="*")
-    unseen, chosen = 0, ap.parse_args().family or SHOWN
-    if unknown := set(chosen) - set(FAMILIES):
-        ap.error(f"no family {unknown}: choose from {', '.join(FAMILIES)}")
-    for family in chosen:
+    ap.add_argument("place", nargs="*")
+    unseen, chosen = 0, ap.parse_args().place or PLACES
+    if unknown := set(chosen) - set(PLACES):
+        ap.error(f"no place {unknown}: choose from {', '.join(PLACES)}")
+    for place in chosen:
         with tempfile.TemporaryDirectory() as directory:
             root = Path(directory) / "copy"
             shutil.copytree(ROOT, root, ignore=LEFT_OUT)
-            for bug in bugs_of(family):
-                seen = is_seen(root, family, bug)
+            for bug in bugs_of(place):
+                seen = is_seen(root, place, bug)
                 unseen += not seen
-                print(f"{'seen' if seen else 'NOT SEEN':8}  {family}: {bug.what}", flush=True)
+                print(f"{'seen' if seen else 'NOT SEEN':8}  {place}: {bug.what}", flush=True)
     sys.exit(1 if unseen else 0)
 
 
