@@ -39,8 +39,7 @@ class Same(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """The stored tensor is not loaded, provided that the files also hold a tensor called `beside`,
-    which shows what it belongs to."""
+    """The stored tensor is not loaded, if the files also hold `beside`, which it belongs to."""
 
     beside: str
 

@@ -425,6 +425,14 @@ def test_a_variable_that_jax_or_the_library_does_not_take_gets_one_line(run, var
     assert name in done.stderr.lower()
 
 
+@pytest.mark.parametrize("package", ["jax", "tokenizers"])
+def test_ctrl_c_while_packages_are_imported_leaves_no_traceback(run, tmp_path, package):
+    fake = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
+    (tmp_path / f"{package}.py").write_text(fake)
+    done = run("--prompt", "x", check=False, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 @pytest.mark.full
 def test_seeds_start_over_after_the_last(run):
     args = ["--prompt", "KING.", "--temperature", "1", "--max-new-tokens", "8", "--slots", "2"]

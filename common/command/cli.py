@@ -216,8 +216,7 @@ def main(
 
 
 def run(module: ModuleType, args: Namespace, prompts: list[Prompt], rank: Rank | None) -> None:
-    """Opens the model without its weights, encodes and checks the prompts, checks the memory, loads
-    the weights, and then generates."""
+    """Opens the model without weights, checks prompts and memory, loads the weights, generates."""
     configure_jax(parse_mesh(",".join(args.mesh)), rank.processes if rank else 1)
     listener = None
     if args.serve and not (rank and rank.process):

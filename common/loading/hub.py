@@ -20,8 +20,7 @@ OTHER_LAYOUTS = ["*/*", "consolidated*"]  # the same weights, named as in the au
 
 
 def locate(ckpt: str, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
-    """Returns `ckpt` if it is a directory, else that of `files`, downloaded from the hub. Raises
-    an OSError or a ValueError of one line."""
+    """The directory `ckpt`, or that of its downloaded files. OSError or ValueError of one line."""
     path = Path(os.path.expanduser(ckpt))
     if path.suffix == ".gguf":
         raise ValueError(f"{ckpt}: GGUF files are not read; give a directory of safetensors files")

@@ -124,8 +124,7 @@ def trace(plan: Plan, mesh: Mesh) -> tuple[Report, jax.stages.Lowered]:
 
 
 def dry_run(plan: Plan, mesh: Mesh) -> tuple[Report, str]:
-    """Compiles a step. Returns the report on it, and the compiled program as text. JaxRuntimeError
-    if the compiler refuses it."""
+    """Compiles a step: the report, and the program as text. JaxRuntimeError if it is refused."""
     report, lowered = trace(plan, mesh)
     start = time.perf_counter()
     compiled: Any = lowered.compile()

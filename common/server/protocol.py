@@ -90,8 +90,7 @@ def structure_of(served: Served, given: dict[str, Any]) -> str | None:
 
 
 def prompts_of(served: Served, kind: str, given: dict[str, Any], tools: Any) -> list[list[int]]:
-    """Encodes what is asked. What cannot fit is refused first, as encoding takes long. ValueError
-    if the template does not take it."""
+    """Encodes what is asked. ValueError if it cannot fit, or the template does not take it."""
     session, tok, variables = served.session, served.tok, given.get("chat_template_kwargs", {})
     if kind == "chat":
         check_length(session, "the conversation has {} messages", len(given["messages"]))

@@ -84,8 +84,7 @@ def grammar_of(
 
 
 def arguments(form: Format, function: Mapping[str, Any], required: bool) -> str:
-    """What a function's arguments are in a grammar: in Python and XML the needed ones in their
-    order, then any others."""
+    """A function's arguments in a grammar: in Python and XML the needed ones first, in order."""
     schema: Mapping[str, Any] = function.get("parameters") or NOTHING
     strict = bool(function.get("strict"))
     exact, is_xml = strict or required, form.args == "xml"
