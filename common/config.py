@@ -3,8 +3,7 @@
 A model file declares each field of its `Config` with its type, and lists the settings of which it
 implements one value. So every key of config.json is read, or known to change nothing, or refused;
 none is passed over. If a key is missing, the field's default counts, which is that of Hugging Face
-transformers. A null is not a missing key: it is an error, as in transformers, unless null has a
-meaning of its own.
+transformers. A null is an error, as in transformers, unless it has a meaning of its own.
 
 `common.fields` says how a field is declared.
 """

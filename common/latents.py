@@ -59,8 +59,7 @@ def attend_latent(
     v_dim: int,
     scale: float,
 ) -> Array:
-    """Causal attention of a device's own N heads: [B, T, N, v_dim]. The values are the first v_dim
-    numbers of a row.
+    """Causal attention of a device's own N heads: [B, T, N, v_dim]. A row begins with the values.
 
     The devices of a `tensor` group gather the queries of all their heads. Each attends to its own
     positions; then the parts are merged by log-sum-exp, and each device keeps its own heads.
@@ -105,8 +104,7 @@ def attend_expanded(
     scale: float,
 ) -> Array:
     """Causal attention of a device's own N heads: [B, T, N, J]. expand(rows [B, P, W]) returns the
-    keys [B, N, P, H] and the values [B, N, P, J] of P positions: the products of their rows with
-    two matrices.
+    keys [B, N, P, H] and the values [B, N, P, J] of P positions.
 
     It is called for one part of the positions at a time, up to the end of the longest slot, so the
     cost grows with the filled positions and not with the capacity. On TPU, the kernel multiplies

@@ -1,7 +1,6 @@
 """How a model file says which published tensor becomes which of its weights.
 
-`checkpoint_table` of a model file returns a `Table`; `common/loading` matches it with the names
-that the files hold.
+`checkpoint_table` of a model file returns a `Table`, which `common/loading` matches with files.
 """
 
 import enum

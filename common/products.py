@@ -160,8 +160,7 @@ def upcast_product(x: Array, values: Array) -> Array:
 
 
 def int8_product(x: Array, values: Array) -> Array:
-    """x is rounded to int8, and what that leaves over is rounded again. So 15 bits of the largest
-    number of a row are kept."""
+    """x is rounded to int8, and the rest again: 15 bits of a row's largest number are kept."""
     x = x.astype(jnp.float32)
     x_int8, scale = quantize_rows(x)
     rest_int8, rest_scale = quantize_rows(x - x_int8.astype(jnp.float32) * scale[:, None])
@@ -270,8 +269,7 @@ def product_of_heads(equation: str, x: Array, w_NOI: Array) -> Array:
 
 
 def embed_rows(table_VD: Matrix, ids: Array, dtype: DTypeLike) -> Array:
-    """Rows `ids` [...] of an embedding table [V, D]: [..., D] in `dtype`. An id outside [0, V),
-    which another device holds, gives zeros."""
+    """Rows `ids` of a table [V, D], in `dtype`; zeros for ids of other devices, outside [0, V)."""
     own = (ids >= 0) & (ids < out_features(table_VD))
     ids = jnp.where(own, ids, 0)
     if isinstance(table_VD, Rowwise):

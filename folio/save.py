@@ -29,6 +29,7 @@ from common.serving.load import Model
 from common.sharding import model_shards
 from common.weights import by_path, is_weight
 
+PLAIN = "float32, float16 or bfloat16"  # the dtypes of weights that are not quantised
 DTYPE_KEYS = ("torch_dtype", "dtype")  # of config.json, by which readers choose
 LARGEST = 5 * 10**9  # bytes of a file; host memory holds one file at a time
 
@@ -71,6 +72,8 @@ def tensors_of(model: Model, dtype: DTypeLike | None) -> Iterator[tuple[str, np.
         host, shape = np.asarray(x), whole[path].shape
         if host.shape != w.shape:
             raise ValueError(f"{path} has shape {host.shape}, not {w.shape}")
+        if w.dtype is None and str(host.dtype) not in PLAIN:
+            raise ValueError(f"{path} has dtype {host.dtype}, not {PLAIN}")
         if jax.numpy.issubdtype(host.dtype, jax.numpy.inexact) and not np.isfinite(host).all():
             raise ValueError(f"{path} has numbers that are NaN or infinite")
         if dtype is not None and host.dtype in (np.float32, jax.numpy.bfloat16):
@@ -95,8 +98,8 @@ def save(model: Model, directory: str | Path, dtype: DTypeLike | None = None) ->
     are several processes.
     """
     target = Path(directory)
-    if dtype is not None and not jax.numpy.issubdtype(dtype, jax.numpy.floating):
-        raise ValueError(f"save writes floats, not {dtype}")
+    if dtype is not None and str(np.dtype(dtype)) not in PLAIN:
+        raise ValueError(f"save writes {PLAIN}, not {dtype}")
     if jax.process_count() > 1:
         raise ValueError("save works in one process, which must reach all devices")
     if model.directory is None:

@@ -31,6 +31,7 @@ from llama3 import model
 
 ROOT = Path(__file__).parent.parent
 EMBEDDED = ROOT / "llama3" / "embedded"
+NO_TEXT = "[the prompt is not valid Unicode text; give it as UTF-8"
 LONE = ["--ckpt", str(FIXTURES / "llama3" / "scaled" / "config.json"), "--random"]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -99,6 +100,8 @@ def test_answers_fit_a_schema(run, tmp_path):
     for record in records(done):
         assert record["finish_reason"] == "stop"
         jsonschema.validate(json.loads(record["text"]), whole)
+    cut = run("--prompt", "HAMLET.", *options, "--max-new-tokens", "3")
+    assert cut.stderr.startswith("[the JSON ends here, cut off: see --max-new-tokens]\n")
 
 
 @pytest.mark.full
@@ -202,7 +205,8 @@ def test_an_instruct_checkpoint_gets_its_template_unless_raw(run, instruct):
 
 def test_a_conversation_keeps_its_cache_between_turns(run, instruct):
     args = ["--ckpt", instruct, "--chat", "--max-new-tokens", "6"]
-    done = run(*args, stdin="Good morrow, my lord\udcff.\n\nWhat news?\n")
+    done = run(*args, stdin="Good morrow, my lord.\n\nMy caf\udce9!\nWhat news?\n")
+    assert re.findall(r"(.*); this line is left out", done.stderr) == [NO_TEXT]
     reused = re.search(r"(\d+) prompt tokens already cached", done.stderr)
     assert int(reused[1]) > 8
     assert done.stdout.count("\n") >= 2
@@ -382,6 +386,12 @@ def test_more_than_the_memory_of_a_device_is_refused(monkeypatch):
         (["--chat"], "--chat needs a checkpoint with a chat template"),
         (["--chat", "--json"], "--json does not go with --chat"),
         (["--serve", "--top-k", "3"], "--top-k does not go with --serve"),
+        (["--serve", "--seed", "3"], "--seed does not go with --serve"),
+        (["--serve", "--allow-host", "http://x.y/"], "give the name of a host alone"),
+        (["--serve", "--allow-origin", "evil.com"], "'evil.com': give an origin, such as https:"),
+        (["--profile", __file__], "File exists; give a directory"),
+        (["--profile", f"{__file__}/x"], "Not a directory; give a directory"),
+        (["--stop", ""], "stop must be a list of texts, none of them empty"),
         (["--queue", "3"], "--queue goes with --serve only"),
         (["--system", "Be brief."], "--system needs a chat template"),
         (["--ckpt", "llama9-1b", "--random"], "no directory, and none of llama3.2-1b, llama3.2-3b"),
@@ -600,6 +610,14 @@ def test_a_line_that_does_not_fit_is_left_out_of_a_conversation(run, instruct):
     assert "this line is left out]" in done.stderr and "the conversation has" in done.stderr
     alone = run(*args, stdin="Who is there?\nNay.\n")
     assert done.stdout == alone.stdout and done.stdout
+
+
+@pytest.mark.parametrize("option, code", [("--prompt=KING.", 0), ("--slots=0", 2)])
+def test_a_closed_stderr_changes_nothing(option, code):
+    command = [sys.executable, "-m", "llama3.main", "--max-new-tokens", "3", option]
+    shell = f"{shlex.join(command)} 2>&-"
+    done = subprocess.run(shell, shell=True, cwd=ROOT, env=ENVIRONMENT, capture_output=True)
+    assert (done.returncode, done.stderr) == (code, b"") and bool(done.stdout) == (code == 0)
 
 
 def test_no_standard_input_is_no_prompt(run):

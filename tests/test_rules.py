@@ -357,7 +357,7 @@ def test_what_no_rule_may_be_is_refused_in_one_line():
         (dict(logit_bias=[(1, float("nan"))]), "got 1: nan"),
         (
             dict(logit_bias=[(0.5, 1.0)]),
-            "logit_bias, max_new_tokens and logprobs must be whole numbers",
+            "logprobs and the ids in pairs of logit_bias must be whole numbers",
         ),
         (dict(logit_bias=[(1, 1.0)] * 513), "logit_bias has more than 512 tokens"),
         (dict(grammar="start: x"), "the grammar cannot be followed: "),

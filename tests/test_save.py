@@ -63,6 +63,7 @@ def changed(llama, what):
         nan=dict(weights=weights._replace(norm=norm * np.nan)),
         layer=dict(weights=weights._replace(layers=weights.layers[1:])),
         none=dict(weights=None),
+        integers=dict(weights=weights._replace(norm=norm.astype(np.int32))),
     )
     return llama._replace(**fields[what])
 
@@ -75,7 +76,9 @@ def changed(llama, what):
         ("nan", None, "norm has numbers that are NaN"),
         ("layer", None, "weights, but its config wants"),
         ("none", None, "no weights"),
-        ("none", "int8", "save writes floats, not int8"),
+        ("integers", None, "norm has dtype int32, not float32, float16 or bfloat16"),
+        ("none", "int8", "save writes float32, float16 or bfloat16, not int8"),
+        ("none", "float64", "save writes float32, float16 or bfloat16, not float64"),
     ],
 )
 def test_what_could_not_be_read_again_is_not_written(what, dtype, told, tmp_path):

@@ -243,18 +243,17 @@ def test_prompts_that_several_cpus_read_while_they_compile_are_not_timed():
         (Request([1], 0), "max_new_tokens must be at least 1, got 0"),
         (Request([1], 4, temperature=-1.0), "temperature must be"),
         (Request([1], 4, top_p=0.0), "top_p must be"),
-        (Request([1], 2.5), "max_new_tokens and logprobs must be whole numbers"),
-        (Request([1], 4, logprobs=1.5), "logprobs must be whole numbers"),
-        (
-            Request([1.5], 4),
-            "prompt 2, stop_ids, logit_bias, max_new_tokens and logprobs must be whole",
-        ),
+        (Request([1], 2.5), "max_new_tokens, logprobs and the ids in .* must be whole numbers"),
+        (Request([1], 4, logprobs=1.5), "in pairs of logit_bias must be whole numbers"),
+        (Request([1], 4, logit_bias={2: -1.0}), "in pairs of logit_bias must be whole numbers"),
+        (Request([1.5], 4), "prompt 2, stop_ids, max_new_tokens, logprobs and"),
         (Request([1], 4, stop_ids=5), "must be whole numbers"),
         (Request(b"HAMLET.", 4), "prompt 2 must be a list of ids, not bytes"),
         (Request({5: 1}, 4), "prompt 2 must be a list of ids, not dict"),
-        (Request([1], 4, stop="Exit"), "stop must be a list of texts, not 'Exit'"),
+        (Request([1], 4, stop="Exit"), "stop must be a list of texts, none .*, not 'Exit'"),
         (Request([1], 4, stop=[5]), "stop must be a list of texts"),
         (Request([1], 4, stop=None), "stop must be a list of texts"),
+        (Request([1], 4, stop=[""]), "stop must be a list of texts, none of them empty"),
         (Request([1], 4, logprobs=0), "this session gives no log-probabilities"),
         (Request([1], 4, logprobs=21), r"logprobs must be in \[0, 20\], got 21"),
         (Request([1], 4, logprobs=-1), r"logprobs must be in \[0, 20\], got -1"),
@@ -326,6 +325,8 @@ def test_complete_gives_the_text_of_each_prompt_without_its_stop_token(session):
     texts = [decode(tok, x) for x in tokens]
     options = dict(max_new_tokens=6, slots=2, seed=7, temperature=0.9)
     assert complete(session.model, ["HAMLET.", ids[1], "KING."], **options) == texts
+    options["seed"] = np.uint8(7)
+    assert complete(session.model, iter(["HAMLET.", ids[1], "KING."]), **options) == texts
     stop = tokens[1][3]
     stopping = session.model._replace(tokenizer=tok._replace(stop_ids=frozenset([stop])))
     cut = [x[: x.index(stop)] if stop in x else x for x in tokens]
@@ -350,8 +351,20 @@ def test_a_wrong_kind_of_thing_is_told_apart(session):
         load(model, kv_quant="int4")
     with pytest.raises(TypeError, match="'llama3' is not a model file"):
         load("llama3")
-    with pytest.raises(TypeError, match="make_mesh; 'tensor=2' is a text"):
-        load(model, mesh="tensor=2")
+    for mesh in ("tensor=2", dict(tensor=2), jax.make_mesh((1,), ("x",))):
+        with pytest.raises(TypeError, match=r"a mesh is made by common\.sharding\.make_mesh, and"):
+            load(model, mesh=mesh)
+    with pytest.raises(ValueError, match="quant '8' is not one of int8"):
+        load(model, quant=8)
+    for wrong in (dict(prompt=[1]), Request([1], 4, grammar={"type": "object"})):
+        with pytest.raises(TypeError, match="this is no Request, or its grammar is no text"):
+            submit(session, wrong)
+    with pytest.raises(ValueError, match="slots must be an integer of at least 1, got 0"):
+        complete(session.model, ["HAMLET."], 5, slots=0)
+    llama, cache = session.model, model.init_state(session.model.config, 1, 6, jnp.float32).cache
+    with pytest.raises(ValueError, match="the cache has room for 6 tokens"):
+        given = llama.weights, cache, jnp.array([[1] * 7]), jnp.array([7])
+        logits(model, *given, config=llama.config, mesh=llama.mesh)
 
 
 def test_logits_of_a_text_are_one_program(session):

@@ -24,8 +24,8 @@ SAMPLING = (*SETTINGS, "sampling", "json_schema", "max_new_tokens")
 PROMPTS = ("chat", "prompt", "prompts", "system", "think", "stop", "show_analysis")
 RUNS = ("serve", "profile", "distributed", "adapter", "keep", "keep_host", "allow_nonfinite")
 NOT_WITH = dict(
-    chat=("json", "raw", "prompt", "prompts"),
-    serve=(*PROMPTS, *SAMPLING, "raw", "json"),  # requests say this
+    chat=("json", "raw", "prompt", "prompts", "slots"),
+    serve=(*PROMPTS, *SAMPLING, "raw", "json", "seed"),  # requests say this
     dry_run=(*PROMPTS, *SAMPLING, *RUNS, "seed"),
 )
 
@@ -58,8 +58,10 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--draft-tokens does not go with --draft mtp, which drafts one token")
     if args.dry_run and args.draft not in (None, "mtp"):
         raise ValueError(f"--draft {args.draft} does not go with --dry-run: it takes mtp alone")
-    if args.profile and Path(args.profile).is_file():
-        raise ValueError(f"--profile {args.profile} is a file; give a directory")
+    try:
+        Path(args.profile or ".").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--profile {args.profile}: {error.strerror}; give a directory") from None
     if len(args.mesh) > 1 and not args.dry_run:
         raise ValueError(f"--mesh {' '.join(args.mesh)}: only --dry-run takes several meshes")
 
@@ -77,11 +79,21 @@ def within(kind: type, least: float, most: float = 10**12) -> Callable[[str], An
     return number
 
 
-def place(text: str) -> str:
-    """Accepts HOST:PORT, or [HOST]:PORT for IPv6. Without a host it would be open to all."""
-    if not re.fullmatch(r"([^][:]+|\[[^][]+\]):[0-9]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r}: give HOST:PORT, such as 127.0.0.1:8000")
-    return text
+def like(pattern: str, what: str) -> Callable[[str], str]:
+    """Returns a function that accepts a text that fits the pattern."""
+
+    def accept(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"{text!r}: give {what}")
+        return text
+
+    return accept
+
+
+# Without a host it would be open to all. IPv6 has brackets.
+place = like(r"([^][:]+|\[[^][]+\]):[0-9]+", "HOST:PORT, such as 127.0.0.1:8000")
+origin = like(r"\*|null|[\w.+-]+://[^/]+", "an origin, such as https://example.com")
+host = like(r"[^/:]+", "the name of a host alone, such as example.com")
 
 
 def process(text: str) -> tuple[int, int]:
@@ -145,8 +157,8 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--queue", type=count(0), default=256, metavar="N", help=told)
     told = "seconds that replies may still take after SIGTERM or Ctrl-C (default: 30)"
     add("--grace", type=within(float, 0), default=30.0, metavar="S", help=told)
-    add("--allow-origin", **several, metavar="ORIGIN", help="web pages of ORIGIN may call, too")
-    add("--allow-host", **several, metavar="NAME", help="NAME is this machine, too, as by a proxy")
+    add("--allow-origin", **several, type=origin, metavar="ORIGIN", help="its pages may call, too")
+    add("--allow-host", **several, type=host, metavar="NAME", help="this machine's other name")
     add("--tool-format", choices=[*FORMATS], help="of tool calls (default: as the template says)")
 
     add = ap.add_argument_group("dry run (needs no weights and no accelerator)").add_argument

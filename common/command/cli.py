@@ -189,8 +189,7 @@ def main(
     rank = None if args.dry_run else find_rank(args)
 
     def prepare() -> tuple[list[Prompt], Facts]:
-        """Checks all that needs no device. Returns the prompts, which process 0 reads, and what
-        several processes must have in common."""
+        """Checks what needs no device. Returns prompts (of process 0), and what all must share."""
         if mistake is not None:
             raise mistake
         check_options(args)

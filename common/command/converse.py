@@ -96,8 +96,7 @@ def encode_messages(tok: Tokenizer, args: Namespace, messages: list[dict[str, An
 
 
 def make_request(model: Model, args: Namespace, ids: Sequence[int], index: int) -> Request:
-    """Returns the request of the prompt of this index. With --json-schema, a grammar holds for what
-    comes behind the thoughts."""
+    """The request of the prompt of this index. A schema holds for what follows the thoughts."""
     tok, settings = model.tokenizer, dict[str, Any](model.sampling if args.sampling else {})
     asked = {name: getattr(args, name) for name in SETTINGS}
     settings |= {name: value for name, value in asked.items() if value is not None}
@@ -186,12 +185,14 @@ def tell_rate(stats: Stats) -> None:
         write(f"{stats.decode_tokens} tokens at {rate:.1f}/s\r", file=sys.stderr)
 
 
-def note_end(reply: Reply, max_new_tokens: int) -> None:
+def note_end(reply: Reply, args: Namespace) -> None:
     """Says on stderr why a reply ended, unless it ended by itself or at --max-new-tokens."""
     if reply.finish == "invalid":
         why = "the model's logits are NaN or infinite, or a grammar grew too large"
         sys.stderr.write(f"[the reply ends here: {why}]\n")
-    if reply.finish == "length" and len(reply.tokens) < max_new_tokens:
+    if reply.finish == "length" and args.json_schema:
+        sys.stderr.write("[the JSON ends here, cut off: see --max-new-tokens]\n")
+    if reply.finish == "length" and len(reply.tokens) < args.max_new_tokens:
         sys.stderr.write("[the reply ends here: its slot is full (see --max-len)]\n")
     if reply.finish == "length" and reply.channel != FINAL:
         sys.stderr.write("[no answer: the analysis before it took all of --max-new-tokens]\n")
@@ -214,8 +215,7 @@ def interruptible() -> Iterator[list[int]]:
 def answer_prompts(
     session: Session, args: Namespace, prompts: list[Prompt], requests: list[Request]
 ) -> tuple[list[Reply], list[int]]:
-    """Answers all prompts, and writes the answers in their order. Returns the answers, and the
-    signals that interrupted them."""
+    """Writes the answers to all prompts in order. Returns them, and signals that interrupted."""
     tok, replies = session.model.tokenizer, [Reply([], [], []) for _ in requests]
     shown, began = 0, time.perf_counter()
 
@@ -237,7 +237,7 @@ def answer_prompts(
                 write(text)
             while shown < len(replies) and replies[shown].finish:
                 write(record(shown) if args.json else "\n")
-                note_end(replies[shown], args.max_new_tokens)
+                note_end(replies[shown], args)
                 shown += 1
                 if shown < len(replies) and not args.json:
                     # An empty line between answers; then the text of the next one so far.
@@ -258,7 +258,7 @@ def converse(session: Session, args: Namespace) -> bool:
     tok, messages = session.model.tokenizer, list[dict[str, Any]]()
     assert tok is not None
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 ends no conversation
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is refused below
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("> ")

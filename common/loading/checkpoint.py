@@ -48,8 +48,7 @@ def read_shard(source: Source, padded: tuple[int, ...], part: Part, dtype: np.dt
 def zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Returns zeros in memory pages of their own, which are aligned, so JAX on CPU takes them over.
 
-    Shards on the heap would leave holes, which later arrays only half fill: an int8 model then took
-    a fifth more memory.
+    Shards on the heap would leave holes: an int8 model then took a fifth more memory.
     """
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)  # private
     if hasattr(mmap, "MADV_HUGEPAGE"):  # filling 4 KB pages takes longer than reading the file

@@ -179,8 +179,7 @@ def fit(
 
 
 def differs(tensor: StoredTensor, target: Same | Holds, sources: dict[str, Source]) -> str | None:
-    """Says how a tensor differs from the weight that it should repeat, or from the whole numbers
-    that it should hold. None if it does not."""
+    """How a tensor differs from the weight or the numbers that it should repeat; None if not."""
     if isinstance(target, Same):
         original, rows = sources[target.path].tensors[0], [Span(0, 0, tensor.shape[0])]
         both = zip(chunks(tensor, rows), chunks(original, rows), strict=True)

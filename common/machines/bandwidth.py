@@ -1,5 +1,4 @@
-"""The lower bound on the time of a decode step: the bytes that it must read, divided by the memory
-bandwidth measured on this machine."""
+"""The lower bound on the time of a decode step: the bytes it reads, by the measured bandwidth."""
 
 import timeit
 from collections.abc import Callable

@@ -171,7 +171,7 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
                 logit_bias=[(int(id_), bias) for id_, bias in get("logit_bias", {}).items()],
                 grammar=grammar,
                 stop_ids=ends,
-                stop=list_of(get("stop", [])),
+                stop=[text for text in list_of(get("stop", [])) if text],
                 keep_special=marks or not get("skip_special_tokens", True),
                 is_chat=is_chat,
                 logprobs=wanted,

@@ -26,7 +26,7 @@ from common.loading.random_weights import random_weights
 from common.loading.shape import model_dtype, read_model_config, read_shape, stored_dtype
 from common.machines.mesh_choice import Plan, best_mesh
 from common.quant import TRANSPOSED, Storage, storage_named
-from common.sharding import model_shards
+from common.sharding import DATA, MODEL, model_shards
 from common.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from common.weights import check_divides
 
@@ -99,8 +99,8 @@ def open_model(
     """
     if not hasattr(module, "config_from_hf"):
         raise TypeError(f"{module!r} is not a model file, such as the module llama3.model")
-    if isinstance(mesh, str):
-        raise TypeError(f"a mesh is made by common.sharding.make_mesh; {mesh!r} is a text")
+    if mesh is not None and (*getattr(mesh, "shape", ()),) != (DATA, *MODEL):
+        raise TypeError(f"a mesh is made by common.sharding.make_mesh, and {mesh!r} was not")
     if random and adapter is not None:
         raise ValueError("--adapter does not go with --random")
     merged, ckpt, revision = open_adapter(adapter, ckpt, revision)
@@ -131,7 +131,7 @@ def open_model(
 def storage_of(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> Storage | None:
     """How matrices are stored: as `quant` says; transposed if float32 on CPU; else as published."""
     plain = TRANSPOSED if on_cpu and dtype == jnp.float32 else None
-    return plain if quant is None else storage_named(quant, on_cpu)
+    return plain if quant is None else storage_named(f"{quant}", on_cpu)
 
 
 def cache_dtype(dtype: jnp.dtype, on_cpu: bool, quant: str | None = None) -> jnp.dtype:

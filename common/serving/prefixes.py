@@ -130,8 +130,7 @@ def is_covered(prefixes: Prefixes, place: Place) -> bool:
 
 
 def least_missed(prefixes: Prefixes, places: Iterable[Place]) -> Place:
-    """Returns the place to overwrite: an empty one, else one whose text is held elsewhere too, else
-    the one that was used least recently."""
+    """The place to overwrite: empty, or its text is held elsewhere too, or least recently used."""
 
     def loss(place: Place) -> tuple[bool, int]:
         if (text := prefixes.texts.get(place)) is None:

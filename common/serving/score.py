@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from common.cache import APPENDED, real_tokens
+from common.cache import APPENDED, capacity_of, real_tokens
 from common.kernels.dispatch import AUTO, KERNEL_FREE
 from common.sampling import RULES_SPEC, Rules, Scores, ruled, sample, scores
 from common.serving.load import Model, cache_dtype, init_state
@@ -47,8 +47,10 @@ def logits(
     forward: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
     """Runs `forward` of a model file, or another function of the same arguments, on a mesh. Returns
-    float32 logits [B, T, vocab_size] and the cache. Differentiable with
-    implementation="reference"."""
+    float32 logits [B, T, vocab_size] and the cache. With implementation="reference" it can be
+    differentiated. ValueError if the cache has no room for T tokens."""
+    if tokens_BT.shape[1] > capacity_of(cache):
+        raise ValueError(f"the cache has room for {capacity_of(cache)} tokens: see init_state")
     specs, cache_spec = specs_like(weights, model.weight_layout(config)), model.STATE_SPEC.cache
     run = jax.shard_map(
         partial(forward or model.forward, config=config, implementation=implementation),

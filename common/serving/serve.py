@@ -241,17 +241,17 @@ def complete(
 ) -> list[str]:
     """Returns the text that follows each prompt: raw text, or ids, as of `encode_chat`. Prompt i is
     sampled with seed (`seed` + i) mod 2**32. `settings` sets further fields of `Request`."""
-    if isinstance(prompts, str | bytes | Mapping) or any(isinstance(x, int) for x in prompts):
+    if isinstance(prompts, str | bytes | Mapping) or int in map(type, prompts := [*prompts]):
         raise TypeError("complete takes a list of prompts, and each is a text or a list of ids")
     if (tok := model.tokenizer) is None:
         raise ValueError("this model has no tokenizer: use `serve`, which takes and yields ids")
     ids = [encode(tok, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     need = max(map(len, ids), default=0) + index(max_new_tokens)
     capacity = capacity_for(need, model.config.max_position_embeddings)
-    slots = round_up(max(1, min(slots, len(ids))), model.mesh.shape[DATA])
+    slots = round_up(min(slots, max(1, len(ids))), model.mesh.shape[DATA])
     known: Any = dict(stop_ids=tok.stop_ids) | settings
     requests = [
-        Request(prompt, max_new_tokens, seed=(seed + i) % 2**32, **known)
+        Request(prompt, max_new_tokens, seed=(index(seed) + i) % 2**32, **known)
         for i, prompt in enumerate(ids)
     ]
     texts = [""] * len(ids)

@@ -282,19 +282,21 @@ def usable(caches: Sequence[Any], multiple: int, text: Text, n: int) -> int:
 
 def check_request(request: Request, capacity: int, config: Any, name: str = "the prompt") -> None:
     """ValueError if a model with this config cannot serve a request in `capacity` positions."""
+    if not isinstance(request, Request) or not isinstance(request.grammar, str | None):
+        raise TypeError(f"this is no Request, or its grammar is no text: {str(request)[:80]}")
     limit, vocab_size = config.max_position_embeddings, config.vocab_size
     try:
         ids = *request.prompt, *request.stop_ids
         biased = [i for i, _ in request.logit_bias]
         [index(x) for x in (*ids, *biased, request.max_new_tokens, request.logprobs or 0)]
     except TypeError:
-        names = f"{name}, stop_ids, logit_bias, max_new_tokens and logprobs"
+        names = f"{name}, stop_ids, max_new_tokens, logprobs and the ids in pairs of logit_bias"
         raise ValueError(f"{names} must be whole numbers") from None
     if isinstance(request.prompt, str | bytes | Mapping | Set):
         raise ValueError(f"{name} must be a list of ids, not {type(request.prompt).__name__}")
     stop = request.stop
-    if not isinstance(stop, list | tuple) or not all(isinstance(x, str) for x in stop):
-        raise ValueError(f"stop must be a list of texts, not {stop!r}")
+    if not isinstance(stop, list | tuple) or not all(isinstance(x, str) and x for x in stop):
+        raise ValueError(f"stop must be a list of texts, none of them empty, not {stop!r}")
     if len(request.prompt) == 0:
         raise ValueError(f"{name} is empty")
     if request.max_new_tokens < 1:

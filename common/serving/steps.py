@@ -54,8 +54,7 @@ def begin(session: Session, row: int, work: Work, place: Place, length: int) -> 
 
 
 def bucket_for(count: int) -> int:
-    """How many of `count` prompt tokens are read at once, with padding: a whole chunk, or else the
-    smallest power of two that holds them."""
+    """How many of `count` prompt tokens are read at once: a chunk, or a padded power of two."""
     return min(PROMPT_CHUNK, max(SMALLEST_BUCKET, 1 << (count - 1).bit_length()))
 
 

@@ -2,8 +2,7 @@
 
 Text before a call is given out at once, and a call's name before its arguments. Arguments in JSON
 come as they are written, others at the end of the call. What looks like a call and is none stays
-text. JSON arguments that break end before the next mark. Only marks and white space beside a call
-are dropped.
+text. JSON arguments that break end before the next mark. Marks and spaces beside calls are dropped.
 """
 
 import ast
