@@ -132,10 +132,11 @@ def test_raw_prompts_and_other_tokenizers_show_everything(tok):
 
 
 def test_an_answer_that_did_not_begin_is_reported(tok, capsys):
-    converse.note_end(reply_to(tok, THOUGHT), 1)
+    one = parser("").parse_args(["--max-new-tokens", "1"])
+    converse.note_end(reply_to(tok, THOUGHT), one)
     assert "--max-new-tokens" in capsys.readouterr().err
-    converse.note_end(reply_to(tok, THOUGHT + ANSWER[:-10]), 1)
-    converse.note_end(reply_to(tok, THOUGHT, "--raw"), 1)
+    converse.note_end(reply_to(tok, THOUGHT + ANSWER[:-10]), one)
+    converse.note_end(reply_to(tok, THOUGHT, "--raw"), one)
     assert not capsys.readouterr().err
 
 
