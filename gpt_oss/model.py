@@ -254,8 +254,8 @@ def attention(
     q_BTNH, k_BTKH = rotate(q_BTNH, step), rotate(k_BTKH, step)
     cache = append(cache, k_BTKH, v_BTKH, step.end_B - T)
     window = config.sliding_window if layer.sliding is not None else None
-    options: Any = dict(scale=H**-0.5, window=window, sinks_N=layer.sinks)
-    o_BTNH = attend(q_BTNH, cache, step.end_B, step.implementation, attend_slot, **options)
+    attend_window = partial(attend, scale=H**-0.5, window=window, sinks_N=layer.sinks)
+    o_BTNH = attend_window(q_BTNH, cache, step.end_B, step.implementation, attend_slot)
     return linear(o_BTNH.reshape(B, T, -1), layer.wo), cache
 
 

@@ -265,8 +265,8 @@ def attention(
         q_BTNH, k_BTKH = (l2_norm(x, config.rms_norm_eps) for x in (q_BTNH, k_BTKH))
     cache = append(cache, k_BTKH, v_BTKH, step.end_B - T)
     chunk = config.attention_chunk_size if layer.rotary is not None else None
-    options: Any = dict(scale=H**-0.5, chunk=chunk)
-    o_BTNH = attend(q_BTNH, cache, step.end_B, step.implementation, attend_slot, **options)
+    attend_chunk = partial(attend, scale=H**-0.5, chunk=chunk)
+    o_BTNH = attend_chunk(q_BTNH, cache, step.end_B, step.implementation, attend_slot)
     return linear(o_BTNH.reshape(B, T, -1), layer.wo), cache
 
 
