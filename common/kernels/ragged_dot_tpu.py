@@ -107,8 +107,10 @@ def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSi
     planes = _planes(w_EOI)
     wide = planes * row(dtype, n_in // planes)
     # A tile that holds rows of several experts is multiplied for each. So it should not be high,
-    # unless a matrix unit of 256 x 256 would wait for its weights.
-    many = MOST_ROWS if E == 1 else MANY_ROWS if generation_of_chip() > 5 else TILE_ROWS[0]
+    # unless a matrix unit of 256 x 256 would wait for its weights to be widened.
+    is_widened = not jnp.issubdtype(jax.tree.leaves(w_EOI)[0].dtype, jnp.floating)
+    is_high = generation_of_chip() > 6 or (generation_of_chip() == 6 and is_widened)
+    many = MOST_ROWS if E == 1 else MANY_ROWS if is_high else TILE_ROWS[0]
     few = TILE_ROWS[-1]
     limits: tuple[int, ...] = (many, *TILE_ROWS) if many * E <= M else TILE_ROWS
     if _repeats(w_EOI, few, few) and generation_of_chip() < 6 and few * E >= 2 * M:

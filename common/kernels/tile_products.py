@@ -4,7 +4,7 @@ Narrow weights are widened where they are multiplied, never in memory: while a m
 weights, the other units have time. What is cheapest depends on the form and on the chip:
 
 - Rowwise: the integers are converted. With few rows, a tpu7x transposes them while they are narrow.
-- Fp8: matrix units multiply bfloat16 by 8-bit floats, so the scales multiply x.
+- Fp8: matrix units multiply bfloat16 by 8-bit floats, and the scales multiply the products.
 - Grouped is stored as [I, O], so a scale is a row of vectors. With few rows, the integers are
   multiplied as they are, and the scales multiply the sums of the groups. A product takes 128
   columns of x, which may be several groups: then they are repeated, each time with zeros in all
@@ -98,24 +98,30 @@ def _narrow(w: Array, dtype: Any) -> Array:
 
 
 def _multiply_fp8(x: Any, w: Any, scale: Any, first: Array, widen: bool) -> Array:
-    """Multiplies x [rows, I] by w [columns, I], which begins with block `first` of a matrix.
+    """Multiplies x [rows, I] by w [columns, I], which begins with block `first` of a matrix. Each
+    block has one of the scales [blocks, blocks], which multiplies the block's products.
 
-    With few rows, the scales [blocks, blocks] of each block of columns multiply x: it has fewer
-    numbers than w, which is then multiplied as it is. With many rows, half of a wide matrix unit
-    would be idle, because a product has one block of columns. `widen` says that the scales multiply
-    w instead: this pays only where there is an instruction that widens 8-bit floats."""
-    scaled, (columns, n_in) = list[Array](), w.shape
-    for j, n in enumerate(range(0, columns, FP8_BLOCK)):
-        block = jnp.minimum(first + j, scale.shape[0] - 1)  # a last tile may reach past the end
-        part = slice(n, min(n + FP8_BLOCK, columns))
-        factor = w.at[part] if widen else x
-        blocks = list[Array]()
+    A product takes 128 columns of x, and so half of a wide matrix unit is idle. `widen` says that
+    the scales multiply w instead: with many rows this is faster where there is an instruction that
+    widens 8-bit floats."""
+    products, (columns, n_in) = list[Array](), w.shape
+    step = FP8_BLOCK if widen else MXU
+    for n in range(0, columns, step):
+        part, parts = slice(n, min(n + step, columns)), list[Array]()
+        rows = range(n // FP8_BLOCK, pl.cdiv(part.stop, FP8_BLOCK))
+        # A last tile may reach past the end.
+        blocks = [jnp.minimum(first + j, scale.shape[0] - 1) for j in rows]
         for k in range(0, n_in, FP8_BLOCK):
-            wide = factor[:, k : min(k + FP8_BLOCK, n_in)].astype(jnp.float32)
-            blocks.append((wide * scale[block, k // FP8_BLOCK]).astype(x.dtype))
-        row = jnp.concatenate(blocks, 1)
-        scaled.append(row if widen else multiply(row, _narrow(w[part], x.dtype)))
-    return multiply(x[...], jnp.concatenate(scaled)) if widen else jnp.concatenate(scaled, 1)
+            at = slice(k, min(k + FP8_BLOCK, n_in))
+            own = [scale[block, k // FP8_BLOCK] for block in blocks]
+            if widen:
+                parts.append((w[part, at].astype(jnp.float32) * own[0]).astype(x.dtype))
+            else:
+                factor = jnp.concatenate([jnp.full((1, FP8_BLOCK), s) for s in own], 1)
+                y = multiply(x[:, at], _narrow(w[part, at], x.dtype))
+                parts.append(y * factor[:, : y.shape[1]])
+        products.append(jnp.concatenate(parts, 1) if widen else sum(parts[1:], parts[0]))
+    return multiply(x[...], jnp.concatenate(products)) if widen else jnp.concatenate(products, 1)
 
 
 def _multiply_groups(x: Any, w: Any, scale: Any, rows: int) -> Array:
