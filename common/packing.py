@@ -90,8 +90,7 @@ def left_out(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def compressed_tensors(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
-    """The package compressed-tensors: integers with a scale for each group or row, or 8-bit floats
-    with a scale for each row."""
+    """The package compressed-tensors: integers in groups or rows, or 8-bit floats in rows."""
     needed = dict(format=("pack-quantized", "float-quantized"), quantization_status="compressed")
     nothing: Any = (None, {})
     accepted = dict(kv_cache_scheme=None, sparsity_config=nothing, transform_config=nothing)

@@ -12,8 +12,8 @@ from pathlib import Path
 from common.command.arguments import Parser, parser
 from common.command.cli import mistakes_on_one_line
 from common.loading.adapter import open_adapter
-from common.loading.files import read_json
-from common.loading.hub import locate
+from common.loading.files import is_there, read_json
+from common.loading.hub import ADAPTER, locate
 from common.loading.shape import families_of, published_sizes
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +31,8 @@ def family_of(ckpt: str, revision: str | None = None) -> str:
     file = Path(ckpt)
     if file.suffix != ".json" or not file.is_file():
         file = locate(ckpt, revision, ["config.json"]) / "config.json"
+    if is_there(file.parent / ADAPTER) and not is_there(file):
+        raise ValueError(f"{ckpt} is an adapter: give it as --adapter, its base model as --ckpt")
     hf = read_json(file)
     if found := families_of(hf, ROOT):
         if others := found[1:]:

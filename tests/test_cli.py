@@ -68,7 +68,8 @@ def instruct(tmp_path):
 def test_without_arguments_the_embedded_model_speaks_on_stdout_and_reports_on_stderr(run):
     done = run("--max-new-tokens", "40")
     assert len(done.stdout.strip()) > 40
-    line = r"\[load [\d.]+ s; first token after [\d.]+ s; compile [\d.]+ s in all; "
+    line = r"\[without a prompt, the demo model continues ACT I\.\]\n"
+    line += r"\[load [\d.]+ s; first token after [\d.]+ s; compile [\d.]+ s in all; "
     line += r"prefill \d+ tokens at \d+/s; "
     line += r"decode 39 tokens at [\d.]+/s; \d+% of the \d+ GB/s read floor\]\n"
     assert re.fullmatch(line, done.stderr)

@@ -56,6 +56,7 @@ def test_the_help_is_that_of_all_families(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("usage: python -m folio [-h] [--ckpt CKPT]")
 
 
+LORA = str(FIXTURES / "adapters" / "names")
 WEIGHTS = str(ROOT / "llama3" / "embedded" / "model.safetensors")
 
 
@@ -63,6 +64,7 @@ WEIGHTS = str(ROOT / "llama3" / "embedded" / "model.safetensors")
     "words, told",
     [
         (["--ckpt", "nothing"], "'nothing' is neither a directory nor a hub id like org/name"),
+        (["--ckpt", LORA], f"{LORA} is an adapter: give it as --adapter, its base model as --ckpt"),
         (["--ckpt", WEIGHTS], f"{WEIGHTS} is a file; give the directory that it lies in"),
     ],
 )

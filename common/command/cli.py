@@ -225,6 +225,8 @@ def run(module: ModuleType, args: Namespace, prompts: list[Prompt], rank: Rank |
             raise ValueError(f"--serve needs pip install -e '.[serve]' ({error})") from None
         listener = open_listener(args)
     model = open_from(module, args, len(prompts) or (8 if args.serve else 1))
+    if args.sampling and not model.sampling:
+        sys.stderr.write("[generation_config.json recommends nothing for --sampling]\n")
     for note in model.notes:
         sys.stderr.write(f"[{note}]\n")
     tok = None if args.raw else model.tokenizer

@@ -65,6 +65,7 @@ def read_prompts(args: Namespace) -> list[Prompt]:
     except UnicodeDecodeError:
         raise ValueError(f"{args.prompts or 'standard input'} is not UTF-8 text") from None
     if not prompts and not args.prompts and args.ckpt is args.adapter is None:
+        sys.stderr.write("[without a prompt, the demo model continues ACT I.]\n")
         prompts = ["ACT I.\n\n"]
     if not prompts:
         raise ValueError("no prompt: give --prompt, --prompts FILE, --chat, or text on stdin")

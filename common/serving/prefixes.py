@@ -113,8 +113,7 @@ def longest(prefixes: Prefixes, tokens: Sequence[int], salt: str = "") -> tuple[
 
 
 def known(prefixes: Prefixes, tokens: Sequence[int], salt: str = "") -> int:
-    """How many of the first tokens some place holds, in whole blocks, even if it cannot be
-    continued from there."""
+    """How many first tokens some place holds, in whole blocks, even if none continues there."""
     keys = takewhile(prefixes.holders.__contains__, beginnings(tokens, salt))
     return BLOCK * sum(1 for _ in keys)
 

@@ -174,8 +174,7 @@ def encode(tok: Tokenizer, text: str) -> list[int]:
 def ids_of(
     tok: Tokenizer, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False
 ) -> list[int]:
-    """Encodes a text with one of the backends of `tok`. ValueError if that cannot be, or if the
-    text has the place of an image."""
+    """Encodes a text. ValueError if that cannot be, or if the text has the place of an image."""
     # Bytes that are not UTF-8 reach Python as surrogates.
     if text.encode(errors="ignore").decode() != text:
         raise ValueError("the prompt is not valid Unicode text; give it as UTF-8")
