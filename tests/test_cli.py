@@ -568,6 +568,10 @@ def test_lines_of_json_are_texts_or_conversations(tmp_path, instruct):
     one, two = ids("--prompts", file)
     assert [one] == ids("--prompt", "Who is there?")
     assert [two] == ids("--prompt", "Who is there?", "--system", "Be brief.") != [one]
+    (none,) = ids("--prompt", "Who is there?", "--system", "")
+    assert len(one) < len(none) < len(two)  # a message without content
+    with pytest.raises(ValueError, match="--system needs a chat template"):
+        ids("--prompt", "Who is there?", "--system", "", "--raw")
     with pytest.raises(ValueError, match="a line with messages needs a chat template"):
         ids("--prompts", file, "--raw")
 

@@ -2,15 +2,17 @@
 the key. Each table holds cases that some earlier version of the reader got wrong."""
 
 import json
+import shutil
+from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
 
 import pytest
-from engine import hf_config, model_of
+from engine import ROOT, hf_config, model_of
 from families import FAMILIES
 
 from common.config import read_config, read_rope
 from common.fields import Even, at_most, divides, one_each
-from common.loading.shape import published_sizes
+from common.loading.shape import published_sizes, read_model_config
 
 VARIANTS = {family: facts.precise[0] for family, facts in FAMILIES.items()}
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
@@ -293,3 +295,16 @@ def test_nonsense_beside_rope_parameters_is_refused_though_they_win(inside, key,
 def test_what_a_field_may_not_be_is_said_with_the_keys_of_the_file(changes, named):
     with pytest.raises(ValueError, match=named):
         fork(**changes)
+
+
+@pytest.mark.parametrize("family", ["llama3", "mine"])
+def test_beside_a_fork_a_setting_that_is_not_implemented_is_named(tmp_path, family):
+    """Both folders read such files, so neither is told that the other one does."""
+    for name in ("llama3", "mine"):
+        (tmp_path / name).mkdir()
+        shutil.copy(ROOT / "llama3" / "model.py", tmp_path / name)
+    kept = model_of("llama3").config_from_hf
+    module = SimpleNamespace(__file__=str(tmp_path / family / "model.py"), config_from_hf=kept)
+    hf = hf_config("llama3", "scaled") | dict(attention_bias=True)
+    with pytest.raises(ValueError, match="attention_bias=True is not implemented, only False"):
+        read_model_config(module, hf)

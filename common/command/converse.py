@@ -78,8 +78,8 @@ def encode_prompt(model: Model, args: Namespace, prompt: Prompt) -> list[int]:
     if tok is not None and tok.chat_template is not None and not args.raw:
         messages = [said("user", prompt)] if isinstance(prompt, str) else prompt
         return encode_messages(tok, args, messages)
-    if args.system or args.think is not None or not isinstance(prompt, str):
-        what = "--system" if args.system else "--think or --no-think"
+    if (args.system, args.think) != (None, None) or not isinstance(prompt, str):
+        what = "--think or --no-think" if args.system is None else "--system"
         what = what if isinstance(prompt, str) else "a line with messages"
         raise ValueError(f"{what} needs a chat template, and there is none, or --raw was given")
     if tok is None:  # random weights of a lone config: any ids will do
@@ -92,7 +92,7 @@ def said(role: str, content: str) -> dict[str, Any]:
 
 
 def encode_messages(tok: Tokenizer, args: Namespace, messages: list[dict[str, Any]]) -> list[int]:
-    messages = [said("system", args.system), *messages] if args.system else messages
+    messages = messages if args.system is None else [said("system", args.system), *messages]
     return encode_chat(tok, messages, **thinking_options(tok, args.think, None))
 
 

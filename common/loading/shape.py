@@ -43,10 +43,10 @@ def read_model_config(module: ModuleType, hf: dict[str, Any]) -> Any:
         return module.config_from_hf(hf)
     except ValueError as error:
         own = folder(module)
-        others = [family for family in families_of(hf, own.parent) if family != own.name]
-        if not others:
+        families = families_of(hf, own.parent)
+        if not families or own.name in families:
             raise error
-        what = f"is another family's; run it with python -m {others[0]}.main"
+        what = f"is another family's; run it with python -m {families[0]}.main"
         raise ValueError(f"config.json: model_type={hf.get('model_type')!r} {what}") from None
 
 
