@@ -189,7 +189,7 @@ def test_a_profile_is_written_by_a_user_who_has_set_nothing(tmp_path):
     set_here = ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY")
     env = {k: v for k, v in ENVIRONMENT.items() if k not in set_here}
     kept = dict(capture_output=True, text=True, cwd=ROOT, env=env, stdin=subprocess.DEVNULL)
-    command = [sys.executable, "-m", "llama3.main", "--max-new-tokens", "4", "--profile"]
+    command = [sys.executable, "-m", "llama3.main", "--prompt", "KING.", "--profile"]
     done = subprocess.run([*command, str(tmp_path)], **kept)
     assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
     assert [*tmp_path.glob("**/*.trace.json.gz")]
