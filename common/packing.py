@@ -60,7 +60,7 @@ def awq(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
 
 
 def gptq(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
-    """GPTQ, arXiv 2210.17323: 4 or 8 bits. Refuses desc_act, whose groups are not neighbours."""
+    """GPTQ, arXiv 2210.17323: 4 or 8 bits. Refuses desc_act, which scatters groups."""
     needed = dict(bits=(4, 8), sym=(True, False), desc_act=False)
     accepted: dict[str, Any] = dict(checkpoint_format=("gptq", "gptq_v2"), is_marlin_format=False)
     accepted |= dict(lm_head=False, pack_dtype="int32", modules_in_block_to_quantize=None)

@@ -29,7 +29,7 @@ from common.serving.load import Model
 from common.sharding import model_shards
 from common.weights import by_path, is_weight
 
-PLAIN = "float32, float16 or bfloat16"  # the dtypes of weights that are not quantised
+PLAIN = ("float32", "float16", "bfloat16")  # the dtypes of weights that are not quantised
 DTYPE_KEYS = ("torch_dtype", "dtype")  # of config.json, by which readers choose
 LARGEST = 5 * 10**9  # bytes of a file; host memory holds one file at a time
 
@@ -73,7 +73,7 @@ def tensors_of(model: Model, dtype: DTypeLike | None) -> Iterator[tuple[str, np.
         if host.shape != w.shape:
             raise ValueError(f"{path} has shape {host.shape}, not {w.shape}")
         if w.dtype is None and str(host.dtype) not in PLAIN:
-            raise ValueError(f"{path} has dtype {host.dtype}, not {PLAIN}")
+            raise ValueError(f"{path} has dtype {host.dtype}, not one of {', '.join(PLAIN)}")
         if jax.numpy.issubdtype(host.dtype, jax.numpy.inexact) and not np.isfinite(host).all():
             raise ValueError(f"{path} has numbers that are NaN or infinite")
         if dtype is not None and host.dtype in (np.float32, jax.numpy.bfloat16):
@@ -93,13 +93,13 @@ def save(model: Model, directory: str | Path, dtype: DTypeLike | None = None) ->
     Args:
       dtype: of plain weights; None: as they are in memory.
 
-    ValueError if weights were quantised while loading, have other shapes or are not finite, if the
-    config is not that of the checkpoint, which is copied, if there is no checkpoint, or if there
-    are several processes.
+    ValueError if weights were quantised while loading, have other shapes or dtypes or are not
+    finite, if the config is not that of the checkpoint, which is copied, if there is no checkpoint,
+    or if there are several processes.
     """
     target = Path(directory)
     if dtype is not None and str(np.dtype(dtype)) not in PLAIN:
-        raise ValueError(f"save writes {PLAIN}, not {dtype}")
+        raise ValueError(f"save writes one of {', '.join(PLAIN)}, not {dtype}")
     if jax.process_count() > 1:
         raise ValueError("save works in one process, which must reach all devices")
     if model.directory is None:
@@ -113,14 +113,14 @@ def save(model: Model, directory: str | Path, dtype: DTypeLike | None = None) ->
     if any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty: save writes into a new directory")
     try:
-        write_into(target, model, dtype)
+        write_into(target, model, hf, dtype)
     except BaseException:  # half a checkpoint is none
-        shutil.rmtree(target)
+        shutil.rmtree(target, ignore_errors=True)
         raise
 
 
-def write_into(target: Path, model: Model, dtype: DTypeLike | None) -> None:
-    """Writes all files of `save`."""
+def write_into(target: Path, model: Model, hf: dict[str, Any], dtype: DTypeLike | None) -> None:
+    """Writes all files of `save`. `hf` is the checkpoint's config.json."""
     assert model.directory is not None
     files, held, size = dict[str, str](), dict[str, np.ndarray](), 0
 
@@ -142,7 +142,6 @@ def write_into(target: Path, model: Model, dtype: DTypeLike | None) -> None:
     for file in model.directory.iterdir():
         if is_of_checkpoint(file) and "safetensors" not in file.name:
             shutil.copy(file, target / file.name)
-    hf = read_json(model.directory / "config.json")
     for part in (hf, hf.get("text_config", {})):
         part |= {key: str(np.dtype(dtype or model.dtype)) for key in DTYPE_KEYS if key in part}
     (target / "config.json").write_text(json.dumps(hf, indent=2) + "\n")

@@ -76,9 +76,9 @@ def changed(llama, what):
         ("nan", None, "norm has numbers that are NaN"),
         ("layer", None, "weights, but its config wants"),
         ("none", None, "no weights"),
-        ("integers", None, "norm has dtype int32, not float32, float16 or bfloat16"),
-        ("none", "int8", "save writes float32, float16 or bfloat16, not int8"),
-        ("none", "float64", "save writes float32, float16 or bfloat16, not float64"),
+        ("integers", None, "norm has dtype int32, not one of float32, float16, bf"),
+        ("none", "int8", "save writes one of float32, float16, bfloat16, not int8"),
+        ("none", "float64", "save writes one of float32, float16, bfloat16, not float64"),
     ],
 )
 def test_what_could_not_be_read_again_is_not_written(what, dtype, told, tmp_path):

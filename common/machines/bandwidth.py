@@ -1,4 +1,4 @@
-"""The lower bound on the time of a decode step: the bytes it reads, by the measured bandwidth."""
+"""The lower bound on the time of a decode step: its bytes, divided by the measured bandwidth."""
 
 import timeit
 from collections.abc import Callable

@@ -129,7 +129,7 @@ def is_covered(prefixes: Prefixes, place: Place) -> bool:
 
 
 def least_missed(prefixes: Prefixes, places: Iterable[Place]) -> Place:
-    """The place to overwrite: empty, or its text is held elsewhere too, or least recently used."""
+    """The place to overwrite: an empty one, else one held elsewhere too, else the oldest used."""
 
     def loss(place: Place) -> tuple[bool, int]:
         if (text := prefixes.texts.get(place)) is None:

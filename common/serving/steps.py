@@ -278,7 +278,7 @@ def size_of(arrays: Any) -> int:
 
 
 def take(session: Session, row: int, place: Place, length: int) -> Any:
-    """A copy of a slot's first `length` positions, with room up to the next power of two."""
+    """A copy of a place's first `length` positions, with room up to the next power of two."""
     size = min(session.capacity, max(COPY_BLOCK, 1 << (length - 1).bit_length()))
 
     def room(x: jax.Array) -> jax.Array:

@@ -280,7 +280,7 @@ def compiled(source: str) -> jinja2.Template:
 
 @lru_cache(8)
 def literals(source: str | None) -> str:
-    """The texts in a template's code (it writes them, or compares), zero characters between."""
+    """The texts that a template writes or compares with, with a zero character between two."""
     tree = compiled(source or "").environment.parse(source or "")
     texts = {node.data for node in tree.find_all(nodes.TemplateData)}
     texts |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}

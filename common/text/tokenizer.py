@@ -234,7 +234,7 @@ def stream_start(
 
 
 def stream_push(tok: Tokenizer, stream: Stream, token_id: int) -> tuple[Stream, str]:
-    """Adds a token; returns the text that is now certain. Joined, these equal `decode`'s text."""
+    """Adds a token; returns the text now certain. Joined, they equal `decode`, until a stop."""
     token = tok.backend.id_to_token(token_id)
     if token is None or (token_id in tok.special_ids and not stream.keep_special):
         return stream, ""  # decodes to nothing
