@@ -168,8 +168,7 @@ def group_size(values: Mapping[str, Any], where: str = WHERE) -> int | None:
 
 
 def modules(names: Collection[str]) -> tuple[str, ...]:
-    """Regular expressions of modules that have one of these names, or are part of one that has.
-    A name may lack its beginning."""
+    """Regular expressions of modules so named, and of their parts. Names may lack a beginning."""
     return tuple(rf"(.*\.)?{re.escape(name)}(\..*)?$" for name in names)
 
 

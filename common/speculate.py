@@ -150,8 +150,7 @@ def decode(
     K: int,
 ) -> tuple[list[Any], Array | None, Rules | None, Array, Scores | None]:
     """`generate` with K drafts for each slot: looked up in `text_BS`, or made by the second of two
-    models. `files` has the file and the config of each model. Slots with rules, is_ruled_B (bool),
-    verify no draft.
+    models. `files` has each model's file and config. Slots with rules, is_ruled_B, verify no draft.
 
     Returns the states, text_BS with the new tokens, the rules, the new tokens [B, K + 1], and their
     scores. If K is 0, text_BS may be None.

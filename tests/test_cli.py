@@ -92,6 +92,7 @@ def test_many_prompts_queue_and_answer_in_order_as_each_would_alone(run, tmp_pat
     assert all(len(r["tokens"]) == 12 and r["finish_reason"] == "length" for r in done)
 
 
+@pytest.mark.full
 def test_answers_fit_a_schema(run, tmp_path):
     whole = dict(type="object", required=["who", "act"], additionalProperties=False)
     whole["properties"] = dict(who=dict(type="string", maxLength=9), act=dict(enum=[1, 2, "three"]))
@@ -258,6 +259,20 @@ def test_a_file_in_float16_runs_in_float32_on_cpu_and_elsewhere_it_is_noted(tmp_
     assert here.notes == ()
 
 
+@pytest.mark.parametrize("options, noted", [("", True), ("--raw", False)])
+def test_prompts_that_get_no_template_and_ends_that_cannot_come_are_noted(
+    tmp_path, monkeypatch, capsys, options, noted
+):
+    shutil.copytree(EMBEDDED, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 2048]}')
+    monkeypatch.setattr(cli, "plan_prompts", lambda *_: sys.exit(2))
+    with pytest.raises(SystemExit):
+        cli.main(model, ["--ckpt", str(tmp_path), "--prompt", "x", *options.split()])
+    told = ["[eos_token_id 2048 is above the model's vocabulary]"]
+    told += ["[no chat template: the text of a prompt is continued as it is]"] * noted
+    assert capsys.readouterr().err.splitlines() == told
+
+
 @pytest.mark.full
 def test_random_weights_run_from_a_config_alone(run, tmp_path):
     config = json.loads((EMBEDDED / "config.json").read_text())
@@ -383,6 +398,8 @@ def test_more_than_the_memory_of_a_device_is_refused(monkeypatch):
         ([*LONE, "--no-think"], "--no-think needs a chat template"),
         (["--ckpt", str(EMBEDDED / "model.safetensors"), "--random"], "give the directory that it"),
         (["--coordinator", "here"], "'here': give HOST:PORT"),
+        (["--seed", "3"], "--seed needs a --temperature above 0"),
+        (["--ckpt", str(EMBEDDED.parent)], f"no checkpoint, but {EMBEDDED} is one"),
         (["--seed", "-1"], "argument --seed: must be at least 0, got -1"),
         (["--chat"], "--chat needs a checkpoint with a chat template"),
         (["--chat", "--json"], "--json does not go with --chat"),
@@ -498,6 +515,7 @@ def test_only_the_end_of_a_line_ends_a_prompt(tmp_path):
     assert read_prompts(args) == [odd, "second", "third"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("text_there_too", [False, True])
 def test_a_terminal_shows_the_speed_while_the_text_goes_elsewhere(text_there_too):
     terminal, end = pty.openpty()
@@ -574,6 +592,10 @@ def test_lines_of_json_are_texts_or_conversations(tmp_path, instruct):
         ids("--prompt", "Who is there?", "--system", "", "--raw")
     with pytest.raises(ValueError, match="a line with messages needs a chat template"):
         ids("--prompts", file, "--raw")
+    with pytest.raises(ValueError, match="begin with another system message"):
+        ids("--prompts", file, "--system", "Be kind.")
+    (tmp_path / "more.txt").write_text("Who is there?")
+    assert ids("--prompts", file, "--prompts", tmp_path / "more.txt") == [one, two, one]
 
 
 @pytest.mark.parametrize(
@@ -611,6 +633,7 @@ def test_parts_of_text_in_a_file_are_one_text(tmp_path):
     assert messages == [dict(role="user", content="Who is there?")]
 
 
+@pytest.mark.full
 def test_a_line_that_does_not_fit_is_left_out_of_a_conversation(run, instruct):
     args = ["--ckpt", instruct, "--chat", "--max-new-tokens", "6", "--max-len", "64"]
     done = run(*args, stdin=f"Who is there?\n{'HAMLET. ' * 99}\nNay.\n")

@@ -341,6 +341,8 @@ def test_a_wrong_kind_of_thing_is_told_apart(session):
         complete(session.model, "HAMLET.", 5)
     with pytest.raises(TypeError, match="each is a text or a list of ids"):
         complete(session.model, PROMPTS[0], 5)
+    with pytest.raises(ValueError, match="top_p and min_p need a temperature above 0"):
+        complete(session.model, ["HAMLET."], 5, top_k=5)
     with pytest.raises(ValueError, match="no weights"):
         complete(session.model._replace(weights=None), ["HAMLET."], 5)
     with pytest.raises(TypeError, match="float"):

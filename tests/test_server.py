@@ -577,6 +577,13 @@ def test_values_that_change_nothing_are_accepted(server):
     assert len({answer["choices"][0]["text"] for _, answer in seeded}) == 2  # -1 is not a seed
 
 
+@pytest.mark.parametrize("given, tokens", [({}, 16), (dict(max_tokens=-1), 511)], ids=str)
+def test_a_text_has_16_tokens_and_all_that_fit_if_that_is_asked(given, tokens):
+    served = Served(start_session(model(), 4, 512), "model", 9)
+    (request,) = ask(served, "text", dict(prompt=[1, 2], **given)).requests
+    assert request.max_new_tokens == tokens
+
+
 def test_a_stop_text_that_is_a_special_token_is_a_stop_id():
     served = Served(start_session(model(), 4, 512), "model", 9)
     (request,) = ask(served, "text", dict(prompt="a", stop=["<|begin_of_text|>", "x"])).requests

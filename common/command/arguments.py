@@ -128,8 +128,8 @@ def parser(name: str) -> argparse.ArgumentParser:
 
     add = ap.add_argument_group("prompts (default: standard input, as one prompt)").add_argument
     add("--prompt", action="append", metavar="P", help="a prompt; may be repeated")
-    told = "one prompt per line; in a .jsonl file, an object with prompt or messages"
-    add("--prompts", type=Path, metavar="FILE", help=told)
+    told = "one prompt per line; of .jsonl, objects with prompt or messages; may be repeated"
+    add("--prompts", **several, type=Path, metavar="FILE", help=told)
     add("--chat", **flag, help="hold a conversation: each line of standard input is a turn")
     add("--system", metavar="S", help="system message for the chat template")
     add("--think", action=argparse.BooleanOptionalAction, help="whether to think before the answer")

@@ -230,6 +230,8 @@ def run(module: ModuleType, args: Namespace, prompts: list[Prompt], rank: Rank |
     for note in model.notes:
         sys.stderr.write(f"[{note}]\n")
     tok = None if args.raw else model.tokenizer
+    if prompts and args.ckpt and tok and tok.chat_template is None:
+        sys.stderr.write("[no chat template: the text of a prompt is continued as it is]\n")
     if args.show_analysis and not (tok and tok.chat_template and has_channels(tok)):
         raise ValueError("--show-analysis: no channels in this model's answers, or --raw was given")
     requests, sizes = plan_prompts(model, args, prompts)

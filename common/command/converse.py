@@ -51,19 +51,19 @@ def read_line(line: str, where: str) -> Prompt:
 
 def read_prompts(args: Namespace) -> list[Prompt]:
     """Returns what to answer, from --prompt, --prompts or standard input."""
-    prompts: list[Prompt] = list(args.prompt or [])
+    prompts, file = list[Prompt](args.prompt or []), "standard input"
     try:
-        if args.prompts:
-            text = args.prompts.read_text("utf-8-sig")  # without a byte-order mark
+        for file in args.prompts:
+            text = file.read_text("utf-8-sig")  # without a byte-order mark
             # Not splitlines, which also cuts at form feeds and at separators such as U+2028.
             lines = [(i, x) for i, x in enumerate(text.split("\n"), 1) if x.strip()]
-            is_json = args.prompts.suffix.lower() in (".jsonl", ".json")
-            prompts += [read_line(x, f"{args.prompts}:{i}") if is_json else x for i, x in lines]
-        elif not prompts and sys.stdin and not sys.stdin.isatty():
+            is_json = file.suffix.lower() in (".jsonl", ".json")
+            prompts += [read_line(x, f"{file}:{i}") if is_json else x for i, x in lines]
+        if not prompts and not args.prompts and sys.stdin and not sys.stdin.isatty():
             text = sys.stdin.read().removeprefix("\ufeff")
             prompts = [text] if text.strip() else []
     except UnicodeDecodeError:
-        raise ValueError(f"{args.prompts or 'standard input'} is not UTF-8 text") from None
+        raise ValueError(f"{file} is not UTF-8 text") from None
     if not prompts and not args.prompts and args.ckpt is args.adapter is None:
         sys.stderr.write("[without a prompt, the demo model continues ACT I.]\n")
         prompts = ["ACT I.\n\n"]
@@ -92,7 +92,10 @@ def said(role: str, content: str) -> dict[str, Any]:
 
 
 def encode_messages(tok: Tokenizer, args: Namespace, messages: list[dict[str, Any]]) -> list[int]:
-    messages = messages if args.system is None else [said("system", args.system), *messages]
+    if args.system is not None:
+        if messages[0]["role"] == "system":
+            raise ValueError("--system, and the messages begin with another system message")
+        messages = [said("system", args.system), *messages]
     return encode_chat(tok, messages, **thinking_options(tok, args.think, None))
 
 
@@ -142,9 +145,10 @@ def plan_prompts(
     for i, request in enumerate(requests or [make_request(model, args, [0], 0)]):
         name = f"prompt {i + 1}" if texts else "the prompt"
         check_request(request, capacity, model.config, name)
-        limits = [option(x) for x in ("top_k", "top_p", "min_p") if getattr(args, x)]
-        if limits and not request.temperature:
-            raise ValueError(f"{limits[0]} needs a --temperature above 0")
+        names = "top_k", "top_p", "min_p", *(() if args.random else ("seed",))
+        given = [option(name) for name in names if getattr(args, name)]
+        if given and not request.temperature:
+            raise ValueError(f"{given[0]} needs a --temperature above 0")
     return requests, (slots, capacity)
 
 

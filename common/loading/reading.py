@@ -23,12 +23,9 @@ Limits = tuple[int, int]  # the least bits that are not finite, read as signed a
 
 # NaN and infinity have the largest bits: positive ones as signed integers, negative ones as
 # unsigned integers. So two maxima find them, as fast as memory is read. F8_E4M3 has no infinity.
-LIMITS: dict[str, Limits] = {
-    "F32": (0x7F800000, 0xFF800000),
-    "BF16": (0x7F80, 0xFF80),
-    "F16": (0x7C00, 0xFC00),
-    "F8_E4M3": (0x7F, 0xFF),
-}
+LIMITS: dict[str, Limits] = dict(
+    F32=(0x7F800000, 0xFF800000), BF16=(0x7F80, 0xFF80), F16=(0x7C00, 0xFC00), F8_E4M3=(0x7F, 0xFF)
+)
 EXPONENTS: Limits = (256, 255)  # for the scales of 4-bit weights, which are unsigned
 
 

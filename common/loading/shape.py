@@ -78,6 +78,9 @@ def read_shape(
     if is_there(directory / ADAPTER) and not is_there(directory / "config.json"):
         raise ValueError(f"{ckpt} is an adapter: give it as --adapter, its base model as --ckpt")
     refuse_other_layouts(directory)
+    within = [*directory.glob("*/config.json"), *directory.glob("snapshots/*/config.json")]
+    if within and not is_there(directory / "config.json"):
+        raise ValueError(f"{ckpt} is no checkpoint, but {min(within).parent} is one")
     return read_json(directory / "config.json"), directory
 
 

@@ -43,7 +43,6 @@ def step_bytes(weights: Any, cache: Any, filled: float, read: Callable[[int], fl
 
 
 def experts_read(config: Any, tokens: float) -> Callable[[int], float]:
-    """Returns a function of E: the share of E experts that any of `tokens` tokens chooses, if all
-    experts are equally likely."""
+    """A function of E: the share of E equally likely experts that any of `tokens` tokens takes."""
     chosen = getattr(config, "num_experts_per_tok", 0)
     return lambda E: 1 - (1 - chosen / E) ** tokens

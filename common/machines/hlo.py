@@ -163,10 +163,9 @@ def traffic(program: Program) -> int:
 
 def moved(program: Program, computation: dict[str, Op], op: Op) -> tuple[int, int]:
     """Returns the bytes that an operation of `computation` reads from main memory, and writes."""
-    if op.kind in (*VIEWS, *CONTROL) or op.kind.endswith("-done"):
+    earlier = "cross_program_prefetch_index" in op.rest  # the previous step made it, and counts it
+    if earlier or op.kind in (*VIEWS, *CONTROL) or op.kind.endswith("-done"):
         return 0, 0
-    if "cross_program_prefetch_index" in op.rest:
-        return 0, 0  # made at the end of the previous step, and counted there
     read, reads = 0, not op.name.startswith(READS_WHAT_IS_FILLED)
     for i, name in enumerate(op.operands):
         if name in computation and reads:

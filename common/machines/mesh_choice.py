@@ -12,8 +12,7 @@ read its weights and its cache, and to exchange results with the other devices:
   cache that is split by position also gathers queries and scatters the results of attention.
 
 Several meshes may be within 1 % of the best. A mixture of experts then takes the one with the most
-devices on `expert`, where each expert's matrices stay whole. Any other model takes the one with the
-most on `tensor`.
+devices on `expert`, where each expert's matrices stay whole, and any other model most on `tensor`.
 """
 
 import contextlib
@@ -130,11 +129,10 @@ def load_of(plan: Plan, axes: Axes) -> Load:
 
 def loads(plan: Plan, devices: int) -> list[tuple[Axes, Load]]:
     """Returns the meshes of `devices` devices that can split a model, each with its load."""
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     found = []
-    for sizes in itertools.product(divisors, repeat=3):
-        axes = dict(zip((DATA, EXPERT, TENSOR), sizes, strict=True))
-        if math.prod(sizes) == devices:
+    for data, expert in itertools.product(range(1, devices + 1), repeat=2):
+        if devices % (data * expert) == 0:
+            axes = {DATA: data, EXPERT: expert, TENSOR: devices // (data * expert)}
             with contextlib.suppress(ValueError):
                 found.append((axes, load_of(plan, axes)))
     return found

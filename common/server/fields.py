@@ -191,9 +191,8 @@ def fields_of(kind: str, body: Any) -> dict[str, Any]:
             raise Refused(f"{name} is not supported", name, code="unsupported_parameter")
     if (needed := next(iter(known))) not in given:  # the first one of each protocol
         raise Refused(f"{needed} is missing", needed)
-    given |= dict(top_k=0) if given.get("top_k") == -1 else {}
-    unset = {"max_tokens", "max_completion_tokens", "seed"}  # if they are -1
-    return {x: y for x, y in given.items() if x in known and (y != -1 or x not in unset)}
+    given |= {name: x for name, x in dict(top_k=0, seed=None).items() if given.get(name) == -1}
+    return {x: y for x, y in given.items() if x in known and y is not None}
 
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:

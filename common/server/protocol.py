@@ -163,10 +163,10 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
             if is_chat and (structure or must_fit):
                 said = None if required else structure
                 grammar = behind_thoughts(tok, ids, said, must_fit)
-            room = session.capacity + 1 - len(ids) if is_chat else 16
+            room = session.capacity + 1 - len(ids) if is_chat or most == -1 else 16
             request = Request(
                 ids,
-                max(1, room if most is None else most),
+                max(1, room if most in (None, -1) else most),
                 **settings,
                 logit_bias=[(int(id_), bias) for id_, bias in get("logit_bias", {}).items()],
                 grammar=grammar,

@@ -86,8 +86,7 @@ def open_model(
     Args:
       module: the model file, such as `llama3.model`.
       ckpt: a directory or a hub id; by default, the base model that the adapter names, or the model
-        in the family's folder. With `random`, it may also be a lone config.json, or the name of a
-        published size.
+        in the family's folder. With `random`, also a lone config.json, or a published size's name.
       revision: branch, tag or commit of a hub repository.
       mesh: see `make_mesh`; by default, `common.machines.mesh_choice` picks one over all devices.
       dtype: float32 or bfloat16; by default, that of the checkpoint.
@@ -120,6 +119,8 @@ def open_model(
     tokenizer = load_tokenizer(directory) if directory and has_tokenizer(directory) else None
     sampling, notes = ({}, []) if directory is None else read_generation(directory)
     notes += tokenizer.notes if tokenizer else []
+    if tokenizer and (unknown := [i for i in tokenizer.stop_ids if i >= config.vocab_size]):
+        notes.append(f"eos_token_id {unknown[0]} is above the model's vocabulary")
     if not dtype and kind == jnp.bfloat16 and stored_dtype(hf) == "float16":
         notes.append("a file in float16 is computed in bfloat16; --dtype float32 is exact")
     if weights_at and not adapter and is_there(weights_at / ADAPTER):

@@ -245,6 +245,8 @@ def complete(
         raise TypeError("complete takes a list of prompts, and each is a text or a list of ids")
     if (tok := model.tokenizer) is None:
         raise ValueError("this model has no tokenizer: use `serve`, which takes and yields ids")
+    if any(map(settings.get, ("top_k", "top_p", "min_p"))) and not settings.get("temperature"):
+        raise ValueError("top_k, top_p and min_p need a temperature above 0")
     ids = [encode(tok, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     need = max(map(len, ids), default=0) + index(max_new_tokens)
     capacity = capacity_for(need, model.config.max_position_embeddings)

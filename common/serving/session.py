@@ -215,8 +215,7 @@ def start_session(
       reuse_multiple: beginnings of prompts are reused in multiples of this. With the default, a
         prompt is read in the same chunks whatever came before, so its reply does not depend on
         that, not even by a rounding error. A conversation passes 1, which also reuses replies.
-      draft: where drafts come from: a smaller model on the same mesh, or "lookup", which is the
-        text itself.
+      draft: where drafts come from: a smaller model on the same mesh, or "lookup", in the text.
       draft_tokens: how many tokens are drafted at once.
       logprobs: whether requests may ask for log-probabilities.
     """

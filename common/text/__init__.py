@@ -1,3 +1,2 @@
-"""From text to token ids and back, with `added` and `tiktoken`. `chat` encodes conversations;
-`reply`, `tools` and `grammar` know replies. Imports from `common/loading`. To start, read
-`tokenizer`."""
+"""From text to token ids and back: `tokenizer`, which is to be read first, `added`, `tiktoken`; and
+conversations (`chat`) and replies (`reply`, `tools`, `grammar`). Imports from `common/loading`."""
