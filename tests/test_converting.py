@@ -88,7 +88,7 @@ def test_a_matrix_of_many_blocks_takes_the_memory_of_one_beside_itself(form, sto
     assert memory.memory_analysis().temp_size_in_bytes < given + 5 * 4 * BLOCK
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["plain", "fp8"])
 def test_a_tpu_takes_no_memory_beside_a_stack(form):
     mesh, spec = make_mesh(devices=devices_of("v5e:2x2")[:1]), P(None, None, None)

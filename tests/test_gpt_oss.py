@@ -38,6 +38,7 @@ def test_norms_multiply_in_float32_and_round_once():
     assert (np.asarray(got) == want.astype(jnp.bfloat16)).all()
 
 
+@pytest.mark.full
 def test_on_tpu_a_step_reads_experts_embedding_and_cache_where_they_lie():
     """Its rows have 2880 numbers, 1440 bytes of codes, 90 scales or 64 numbers. None of these is a
     multiple of 128."""

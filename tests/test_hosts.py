@@ -223,13 +223,9 @@ def test_a_difference_names_all_processes():
 # ---- none outlives another
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "victim, number",
-    [
-        (0, signal.SIGKILL),
-        pytest.param(1, signal.SIGKILL, marks=pytest.mark.full),
-        pytest.param(0, signal.SIGINT, marks=pytest.mark.full),
-    ],
+    "victim, number", [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGINT)]
 )
 def test_when_a_process_ends_in_the_middle_of_a_text_all_end(pair, victim, number):
     """JAX's service says so in its own words."""

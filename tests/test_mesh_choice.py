@@ -45,6 +45,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family, size, devices, slots, capacity, cache, axes", CHOSEN)
 def test_the_mesh_depends_on_the_model_and_on_the_slots(
     family, size, devices, slots, capacity, cache, axes

@@ -51,6 +51,7 @@ def scored(engine_model, *given, **more):
     return prefill_asked(engine_model, *given, jnp.array([-1], jnp.int32), **more)[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scores", [False, True])
 def test_padding_reaches_no_state(scores):
     engine, tokens = load("qwen3_5", "dense"), goldens("qwen3_5", "dense")[2].tokens
@@ -104,7 +105,7 @@ def long_model():
     return opened()._replace(config=opened().config._replace(max_position_embeddings=4 * CHUNK))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.full
 @pytest.mark.parametrize("options", [dict(keep=8), dict(keep_host=1.0)], ids=["device", "host"])
 def test_a_prompt_starts_from_a_state_that_was_kept(options):
     """At the last whole chunk of a prompt, and where another prompt went on differently."""
