@@ -346,7 +346,7 @@ def expanded(layer, q_BTNH, end_B, implementation, axes):
     return np.asarray(jax.jit(run)(layer, q_BTNH, end_B, w_NCH))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("implementation", ["blocked", "tpu"])
 @pytest.mark.parametrize(
     "longest, dtype", [(-3, jnp.int8), (5, jnp.float32), (5, jnp.float8_e4m3fn)], ids=str

@@ -642,6 +642,7 @@ def test_a_line_that_does_not_fit_is_left_out_of_a_conversation(run, instruct):
     assert done.stdout == alone.stdout and done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("option, code", [("--prompt=KING.", 0), ("--slots=0", 2)])
 def test_a_closed_stderr_changes_nothing(option, code):
     command = [sys.executable, "-m", "llama3.main", "--max-new-tokens", "3", option]

@@ -205,6 +205,7 @@ def test_the_plain_implementations_take_a_cache_in_fp8(implementation):
     check(case, inputs, *decode(inputs, implementation))
 
 
+@pytest.mark.full
 def test_heads_and_slots_split_over_eight_devices_give_the_same():
     case = Case(64, 4, 3, 2, S=256, cache=INT8, starts="window", sinks=True)
     inputs = make(case, (256, 33, 0, 129))

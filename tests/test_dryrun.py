@@ -68,6 +68,7 @@ def decode_70b():
     return dry("llama3", "llama3.1-70b", LAYERS, "v5e:4x4", "expert=8,tensor=2", **use)
 
 
+@pytest.mark.full
 def test_each_device_holds_its_sixteenth_of_the_weights_and_the_cache_of_one_head():
     report, _ = decode_70b()
     shapes = [(Q, D), (KV, D), (KV, D), (D, Q), (F, D), (F, D), (D, F)]
@@ -129,7 +130,7 @@ NARROW = {
 }
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.full
 @pytest.mark.parametrize("slots", [8, 64])
 @pytest.mark.parametrize("family, size, cache", NARROW, ids=lambda x: x)
 def test_heads_of_64_are_written_without_a_loop_over_the_slots(family, size, cache, slots):

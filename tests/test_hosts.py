@@ -95,10 +95,8 @@ def both_find_equal(processes):
     assert first[1].endswith("equal\n") and second[1] == ""
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["llama3", *(pytest.param(f, marks=pytest.mark.full) for f in ("gpt_oss", "deepseek_r1"))],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama3", "gpt_oss", "deepseek_r1"])
 def test_two_processes_give_the_logits_of_transformers(start, family):
     """Greedy texts, too, of dense layers, of 4-bit experts, and of latents.
     test_families asserts the same for one process."""

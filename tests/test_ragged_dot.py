@@ -631,6 +631,7 @@ def test_compiled_zero_points_are_one_small_product_more(chip, E):
     assert not weights_written(compiled, w.values)
 
 
+@pytest.mark.full
 def test_with_experts_on_several_chips_no_weight_is_copied_either_if_laid_out_row_by_row():
     """A 4-bit row of 2880 is 1440 bytes, not a multiple of 128, so XLA would choose another
     layout."""

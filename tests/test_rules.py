@@ -281,6 +281,7 @@ def test_a_text_fits_its_grammar_and_changes_no_other(family, axes, slots, optio
     check_all(requests, answers(session, requests), free)
 
 
+@pytest.mark.full
 def test_requests_that_are_given_up_change_no_text():
     requests, session = mixed(16, 3), start_session(model_of(), 8, 128, "float32", logprobs=True)
     got, begun = [["", None, []] for _ in requests], set()

@@ -206,6 +206,7 @@ def test_a_session_that_has_other_requests_is_not_served(another):
     assert answers(another, GREEDY)
 
 
+@pytest.mark.full
 def test_statistics_count_every_token_and_every_compilation_once(session):
     fresh = start_session(session.model, 2, 97)  # nothing was compiled for this capacity
     answers(fresh, GREEDY)
@@ -227,6 +228,7 @@ def test_nothing_is_compiled_between_a_prompt_and_its_first_token(session, monke
     assert counts == [sessions.compilations]
 
 
+@pytest.mark.full
 def test_prompts_that_several_cpus_read_while_they_compile_are_not_timed():
     session = open_session(tensor=2, capacity=98)  # nothing was compiled for this capacity
     answers(session, [Request(PROMPTS[0], 2)])

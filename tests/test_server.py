@@ -812,6 +812,7 @@ def test_sigterm_ends_what_runs_within_the_grace(chat_model, grace, wanted):
     assert wanted == 200 or answer["error"]["message"] == "the server has stopped"
 
 
+@pytest.mark.full
 def test_a_failure_of_the_engine_reaches_every_client_and_ends_the_process(chat_model, tmp_path):
     code = f"""{SLOW}
 from pathlib import Path

@@ -145,7 +145,7 @@ ACTIONS = st.lists(
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.full) for f in CASES]
+    "family", [pytest.param(f, marks=[pytest.mark.full] * (f != QUICK[0])) for f in CASES]
 )
 @settings(max_examples=25)
 @given(
@@ -174,7 +174,7 @@ def test_each_request_has_the_text_that_it_has_alone(
     run.end()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
 def test_a_ring_changes_no_text(family, monkeypatch):
     """Texts that are longer than the ring, beside those of layers that keep all positions."""
