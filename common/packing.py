@@ -147,11 +147,8 @@ def fbgemm_fp8(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
 
 
 METHODS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Packing]] = {
-    "awq": awq,
-    "gptq": gptq,
-    "compressed-tensors": compressed_tensors,
-    "fbgemm_fp8": fbgemm_fp8,
-}
+    "awq": awq, "gptq": gptq, "compressed-tensors": compressed_tensors, "fbgemm_fp8": fbgemm_fp8
+}  # fmt: skip
 
 
 def group_size(values: Mapping[str, Any], where: str = WHERE) -> int | None:

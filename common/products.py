@@ -52,8 +52,7 @@ def linear(x: Array, w: Matrix, out_dtype: DTypeLike | None = None) -> Array:
 
 
 def two_rows(x: Array) -> Array:
-    """x [rows, in] with at least two rows. For one row alone, XLA would upcast the whole weight on
-    CPU, and not use the matrix unit on TPU."""
+    """At least two rows: for one, XLA upcasts the weight on CPU, and uses no matrix unit on TPU."""
     return jnp.pad(x, ((0, max(0, 2 - len(x))), (0, 0)))
 
 
@@ -256,8 +255,7 @@ def headwise(x: Array, w: Matrix, rows: slice, transpose: bool = False) -> Array
 
 
 def product_of_heads(equation: str, x: Array, w_NOI: Array) -> Array:
-    """Sums in float32. On CPU it also multiplies in float32, because XLA's batched products there
-    do not take bfloat16."""
+    """Sums in float32. A CPU multiplies in it, too: its batched products take no bfloat16."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dot = partial(jnp.einsum, equation, precision=precision, preferred_element_type=jnp.float32)
 

@@ -144,17 +144,12 @@ def quantize_groups(
 
         worst = jnp.full_like(largest, jnp.inf), jnp.zeros_like(largest)
         scale = lax.fori_loop(0, STEPS[2], attempt, worst)[1]
-        return Grouped(
-            rounded(scale).reshape(n_in, n_out).astype(kept), scale[:, 0].astype(jnp.bfloat16)
-        )
+        values = rounded(scale).reshape(n_in, n_out).astype(kept)
+        return Grouped(values, scale[:, 0].astype(jnp.bfloat16))
 
     # One matrix after the other, so the temporary arrays are those of one.
     parts = lax.map(matrix, w.reshape(-1, n_out, n_in))
     return jax.tree.map(lambda a: a.reshape(*lead, *a.shape[1:]), parts)
-
-
-def transpose_weight(w: Array, dtype: DTypeLike) -> Transposed:
-    return Transposed(w.astype(dtype).swapaxes(-1, -2))
 
 
 def swapped(spec: PartitionSpec) -> Any:
@@ -214,7 +209,8 @@ def is_stored(w: Any) -> bool:
 KINDS = ("matrix", "table", "headwise", "stack")
 INT8 = Storage("int8", quantize_weight, SPECS[Rowwise], KINDS, 1, (Fp8, Rowwise))
 # XLA on CPU multiplies a few rows of float32 by a transposed matrix 1.4 times as fast.
-TRANSPOSED = Storage("transposed", transpose_weight, SPECS[Transposed], ("matrix", "table"))
+turn: Any = lambda w, dtype: Transposed(w.astype(dtype).swapaxes(-1, -2))
+TRANSPOSED = Storage("transposed", turn, SPECS[Transposed], ("matrix", "table"))
 INT4_GROUP = 64
 
 
@@ -224,10 +220,8 @@ def int4(group: int, on_cpu: bool) -> Storage:
     because XLA there takes a byte for each anyway."""
     kept = jnp.int8 if on_cpu else jnp.int4
     convert = partial(quantize_groups, group=group, kept=kept)
-    kinds = ("matrix", "stack")
-    return Storage(
-        "int4", convert, SPECS[Grouped], kinds, 1 if on_cpu else 0.5, (Fp8, Rowwise), INT8
-    )
+    kinds, size = ("matrix", "stack"), 1 if on_cpu else 0.5
+    return Storage("int4", convert, SPECS[Grouped], kinds, size, (Fp8, Rowwise), INT8)
 
 
 def storage_named(name: str | None, on_cpu: bool = False) -> Storage | None:

@@ -26,6 +26,7 @@ from jax import Array, lax
 from common.sharding import DATA, MODEL, P
 
 INVALID = -1  # instead of a token, if the logits are not finite numbers
+WHY_INVALID = "the model's logits are NaN or infinite, or a grammar grew too large"
 # Tokens in a block, and blocks in a group. It is near the cube root of V, so that all prefix sums
 # are short: over the groups, over the blocks of a group, and in a block.
 BLOCK = 32

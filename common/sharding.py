@@ -42,10 +42,8 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
         known = name in (DATA, *MODEL) and name not in axes
-        if known and size.strip("0") == "" and size:
-            raise ValueError(f"--mesh {text[:80]!r}: {name} must be at least 1")
-        if not (known and size.isdecimal() and len(size) < 6):
-            what = "expected data=N,expert=N,tensor=N, each at most once, and at most 5 digits"
+        if not (known and size.isdecimal() and len(size) < 6 and int(size)):
+            what = "expected data=N,expert=N,tensor=N, each at most once, and N from 1 to 99999"
             raise ValueError(f"--mesh {text[:80]!r}: {what}")
         axes[name] = int(size)
     return axes

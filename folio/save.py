@@ -7,6 +7,7 @@ this library and by Hugging Face transformers.
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,11 @@ def tensors_of(model: Model, dtype: DTypeLike | None) -> Iterator[tuple[str, np.
             raise ValueError(f"{path} has shape {host.shape}, not {w.shape}")
         if w.dtype is None and str(host.dtype) not in PLAIN:
             raise ValueError(f"{path} has dtype {host.dtype}, not one of {', '.join(PLAIN)}")
-        if jax.numpy.issubdtype(host.dtype, jax.numpy.inexact) and not np.isfinite(host).all():
-            raise ValueError(f"{path} has numbers that are NaN or infinite")
         if dtype is not None and host.dtype in (np.float32, jax.numpy.bfloat16):
-            host = host.astype(dtype)
+            with np.errstate(over="ignore"):
+                host = host.astype(dtype)
+        if jax.numpy.issubdtype(host.dtype, jax.numpy.inexact) and not np.isfinite(host).all():
+            raise ValueError(f"{path} has numbers that are NaN or infinite in {host.dtype}")
         if "*" in name:
             for e, one in enumerate(host):
                 yield fill(name, [str(e)]), published(one, shape[1:], transform)
@@ -123,6 +125,7 @@ def write_into(target: Path, model: Model, hf: dict[str, Any], dtype: DTypeLike 
     """Writes all files of `save`. `hf` is the checkpoint's config.json."""
     assert model.directory is not None
     files, held, size = dict[str, str](), dict[str, np.ndarray](), 0
+    sizes = Counter[str]()  # bytes of each plain dtype: config.json names the one of most
 
     def write() -> None:
         file = f"model-{len({*files.values()}) + 1:05}.safetensors"
@@ -135,6 +138,7 @@ def write_into(target: Path, model: Model, hf: dict[str, Any], dtype: DTypeLike 
             write()
             size = 0
         held[name], size = tensor, size + tensor.nbytes
+        sizes[str(tensor.dtype)] += tensor.nbytes if str(tensor.dtype) in PLAIN else 0
     write()
     total = dict(total_size=sum((target / file).stat().st_size for file in {*files.values()}))
     index = dict(metadata=total, weight_map=files)
@@ -143,5 +147,5 @@ def write_into(target: Path, model: Model, hf: dict[str, Any], dtype: DTypeLike 
         if is_of_checkpoint(file) and "safetensors" not in file.name:
             shutil.copy(file, target / file.name)
     for part in (hf, hf.get("text_config", {})):
-        part |= {key: str(np.dtype(dtype or model.dtype)) for key in DTYPE_KEYS if key in part}
+        part |= {key: sizes.most_common(1)[0][0] for key in DTYPE_KEYS if key in part}
     (target / "config.json").write_text(json.dumps(hf, indent=2) + "\n")

@@ -112,6 +112,12 @@ def test_a_setting_that_changes_numbers_is_refused_by_name(tmp_path, key):
     refused(ValueError, message, open_adapter, str(directory), None, None)
 
 
+@pytest.mark.parametrize("key", ["use_rslora", "fan_in_fan_out"])
+def test_a_flag_that_is_a_text_is_refused(tmp_path, key):
+    directory = edited(tmp_path, "names", **{key: "false"})
+    refused(ValueError, f"{key}='false' must be true or", open_adapter, str(directory), None, None)
+
+
 def names(change=lambda tensors: None, **settings):
     return "names", BASE["names"], change, settings
 
@@ -128,6 +134,7 @@ MISFITS = {  # what is said; the adapter, the base model, and what was edited
     "does not fit rank 3": other("down", "qwen3", "moe"),
     "does not fit rank 6": names(r=6),
     "lora_alpha='7' of model.layers.": names(lora_alpha="7"),
+    "lora_alpha=True of model.layers.": names(lora_alpha=True),
     "rank_pattern has a bad pattern: unterminated": names(rank_pattern={"v_proj": 2, "[q": 3}),
     "alpha_pattern has a bad pattern: the repet": names(alpha_pattern={f"q{{{2**64}}}": 3}),
     "needs matrices lora_A, lora_B alone": names(lambda x: x.pop(Q_B)),

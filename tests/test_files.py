@@ -7,14 +7,15 @@ import re
 import pytest
 from compare import refused
 from engine import FIXTURES, ROOT
-from test_chat import TEXTS, write_files
+from test_chat import TEXTS, USER, write_files
 
 from common.loading.adapter import KNOWN, adapted, open_adapter, read_float32
 from common.loading.files import read_json, read_json_if_there
 from common.loading.generation import IGNORED, read_generation
 from common.loading.hub import ADAPTER
-from common.loading.shape import read_shape
+from common.loading.shape import model_dtype, read_shape
 from common.loading.stored import open_tensors
+from common.text.chat import encode_chat
 from common.text.tokenizer import decode, encode, load_tokenizer
 
 
@@ -176,6 +177,27 @@ def test_each_key_and_sentence_of_the_table_is_true(file, tmp_path, monkeypatch)
             cases = [(want, {file: {item: value}}, before)]
         for case in cases:
             check(item, *case)
+
+
+def test_an_unlisted_key_of_a_tokenizer_changes_nothing_and_a_flag_is_true_or_false(tmp_path):
+    was = outcome(CONFIG, write_files(tmp_path, FIXTURES / "tokenizer" / "llama3", {}))
+    assert was == outcome(CONFIG, write_files(tmp_path, None, {CONFIG: dict(foo=1, uncased=True)}))
+    for key in ("add_bos_token", "add_prefix_space"):
+        write_files(tmp_path, None, {CONFIG: {key: "false"}})
+        refused(ValueError, f"{key}='false' is not implemented", load_tokenizer, tmp_path)
+        write_files(tmp_path, None, {CONFIG: {key: False}})
+    (tmp_path / JINJA).write_text("")  # it counts, and has no place for a message
+    refused(ValueError, "leaves out message 1", encode_chat, load_tokenizer(tmp_path), [USER])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "torch.float32", "float64", 32])
+def test_a_dtype_that_is_not_known_is_refused_unless_another_is_given(dtype):
+    hf = dict(torch_dtype=dtype)
+    refused(
+        ValueError, f"dtype {dtype!r} is none of float32, float16, b", model_dtype, hf, None, None
+    )
+    assert model_dtype(hf, None, "float32") == "float32"
+    assert model_dtype(dict(torch_dtype="bfloat16", dtype="float32"), None, None) == "float32"
 
 
 def test_the_table_names_the_keys_that_are_known_to_change_nothing():

@@ -21,6 +21,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from common.sampling import INVALID, RULES_SPEC, Rules, count_token, ruled
+from common.server.answers import Completion
+from common.server.fields import Refused
+from common.server.protocol import Served, ask
 from common.serving import steps
 from common.serving.load import Model
 from common.serving.score import logits
@@ -346,6 +349,12 @@ def test_a_grammar_that_grows_too_large_ends_its_reply_as_invalid():
     grammar = LLMatcher.grammar_from_regex("a{1000000}")
     ((*_, finish, _),) = answers(session, [Request([1, 2], 50, grammar=grammar)])
     assert finish == "invalid"
+    served = Served(start_session(model_of(), 1, 64, "float32", logprobs=True), "model", 9)
+    body = dict(prompt=[1, 2], max_tokens=50, structured_outputs=dict(regex="a{1000000}"))
+    completion = Completion(served, asked := ask(served, "text", body))
+    with pytest.raises(Refused, match="a grammar grew too large"):
+        for event in serve(served.session, asked.requests):
+            completion.add(0, event)
 
 
 def test_what_no_rule_may_be_is_refused_in_one_line():

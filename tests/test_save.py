@@ -63,6 +63,7 @@ def changed(llama, what):
         nan=dict(weights=weights._replace(norm=norm * np.nan)),
         layer=dict(weights=weights._replace(layers=weights.layers[1:])),
         none=dict(weights=None),
+        large=dict(weights=weights._replace(norm=norm + 1e5)),
         integers=dict(weights=weights._replace(norm=norm.astype(np.int32))),
     )
     return llama._replace(**fields[what])
@@ -76,6 +77,7 @@ def changed(llama, what):
         ("nan", None, "norm has numbers that are NaN"),
         ("layer", None, "weights, but its config wants"),
         ("none", None, "no weights"),
+        ("large", "float16", "norm has numbers that are NaN or infinite in float16"),
         ("integers", None, "norm has dtype int32, not one of float32, float16, bf"),
         ("none", "int8", "save writes one of float32, float16, bfloat16, not int8"),
         ("none", "float64", "save writes one of float32, float16, bfloat16, not float64"),
@@ -97,6 +99,15 @@ def test_changed_weights_are_written_in_another_dtype(tmp_path):
     assert saved.dtype == "bfloat16"
     again = load(model_of("llama3"), str(tmp_path))
     assert again.dtype == "bfloat16" and again.config == model.config
+
+
+def test_what_was_widened_is_read_wide_again(tmp_path):
+    model = load(model_of("llama3"), str(FIXTURES / "llama3" / "bf16_sharded"))
+    wide = jax.tree.map(lambda x: x.astype(np.float32) + np.float32(1e-4), model.weights)
+    save.save(model._replace(weights=wide), tmp_path)
+    again = load(model_of("llama3"), str(tmp_path))
+    assert (model.dtype, again.dtype) == ("bfloat16", "float32")
+    np.testing.assert_array_equal(again.weights.norm, wide.norm)
 
 
 def test_what_cannot_be_written_is_refused(tmp_path):

@@ -338,6 +338,13 @@ def test_complete_gives_the_text_of_each_prompt_without_its_stop_token(session):
         complete(session.model._replace(tokenizer=None), ids, 5)
 
 
+def test_complete_tells_of_a_reply_that_is_none(session):
+    weights = session.model.weights
+    spoiled = session.model._replace(weights=weights._replace(norm=weights.norm * np.nan))
+    with pytest.raises(ValueError, match="prompt 1: the model's logits are NaN or infinite"):
+        complete(spoiled, ["HAMLET.", "KING."], 5)
+
+
 def test_a_wrong_kind_of_thing_is_told_apart(session):
     with pytest.raises(TypeError, match="a list of prompts, and each is"):
         complete(session.model, "HAMLET.", 5)
@@ -351,8 +358,9 @@ def test_a_wrong_kind_of_thing_is_told_apart(session):
         log_probabilities(session.model, [1.5, 2.0])
     with pytest.raises(TypeError, match=r"<module 'llama3' .* is not a model file, such as"):
         load(llama3)
-    with pytest.raises(ValueError, match="kv_quant 'int4' is not int8"):
-        load(model, kv_quant="int4")
+    for mesh in (None, session.model.mesh):
+        with pytest.raises(ValueError, match="kv_quant 'int4' is not int8"):
+            load(model, mesh=mesh, kv_quant="int4")
     with pytest.raises(TypeError, match="'llama3' is not a model file"):
         load("llama3")
     for mesh in ("tensor=2", dict(tensor=2), jax.make_mesh((1,), ("x",))):
@@ -360,9 +368,13 @@ def test_a_wrong_kind_of_thing_is_told_apart(session):
             load(model, mesh=mesh)
     with pytest.raises(ValueError, match="quant '8' is not one of int8"):
         load(model, quant=8)
-    for wrong in (dict(prompt=[1]), Request([1], 4, grammar={"type": "object"})):
-        with pytest.raises(TypeError, match="this is no Request, or its grammar is no text"):
-            submit(session, wrong)
+    with pytest.raises(TypeError, match="this is no Request"):
+        submit(session, dict(prompt=[1]))
+    for wrong in (dict(grammar={"type": "object"}), dict(cache_salt=7), dict(cache_salt=None)):
+        with pytest.raises(TypeError, match="grammar and cache_salt must be texts"):
+            submit(session, Request([1], 4, **wrong))
+    with pytest.raises(TypeError, match="each is a text or a list of ids"):
+        complete(session.model, np.array(PROMPTS[0]), 5)
     with pytest.raises(ValueError, match="slots must be an integer of at least 1, got 0"):
         complete(session.model, ["HAMLET."], 5, slots=0)
     llama, cache = session.model, model.init_state(session.model.config, 1, 6, jnp.float32).cache
@@ -388,3 +400,5 @@ def test_a_directory_without_a_tokenizer_takes_ids_and_says_so_when_a_text_is_gi
     assert len(events) == 4 and opened.tokenizer is None
     with pytest.raises(ValueError, match="has no tokenizer"):
         complete(opened, ["a text"], 4)
+    with pytest.raises(ValueError, match="stop needs a tokenizer"):
+        submit(start_session(opened, 1, 32), Request([3], 4, stop=["the"]))

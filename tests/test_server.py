@@ -25,7 +25,7 @@ from engine import ENVIRONMENT, ROOT
 
 from common.command import cli
 from common.server.answers import Choice, scores_of_text, spelled
-from common.server.fields import FIELDS, UNSUPPORTED
+from common.server.fields import FIELDS, UNSUPPORTED, Refused
 from common.server.http import Desk, Guard, body_of, names_of
 from common.server.protocol import Served, ask
 from common.serving.load import load, open_model
@@ -582,6 +582,17 @@ def test_a_text_has_16_tokens_and_all_that_fit_if_that_is_asked(given, tokens):
     served = Served(start_session(model(), 4, 512), "model", 9)
     (request,) = ask(served, "text", dict(prompt=[1, 2], **given)).requests
     assert request.max_new_tokens == tokens
+
+
+def test_two_different_limits_are_refused_and_a_name_reaches_the_template():
+    template = "{% for m in messages %}{{ m.name or m.role }}: {{ m.content }}\n{% endfor %}"
+    tok = model().tokenizer._replace(chat_template=template)
+    served = Served(start_session(model()._replace(tokenizer=tok), 4, 512), "model", 9)
+    body = dict(messages=[dict(role="user", name="bob", content="Hm.")], max_tokens=2)
+    (request,) = ask(served, "chat", body | dict(max_completion_tokens=2)).requests
+    assert decode(tok, request.prompt) == "bob: Hm.\n"
+    with pytest.raises(Refused, match="max_tokens and max_completion_tokens differ"):
+        ask(served, "chat", body | dict(max_completion_tokens=5))
 
 
 def test_a_stop_text_that_is_a_special_token_is_a_stop_id():

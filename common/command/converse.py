@@ -18,6 +18,7 @@ from common.command.arguments import option
 from common.command.environment import handled
 from common.loading.files import first_line, parse_json
 from common.loading.generation import SETTINGS
+from common.sampling import WHY_INVALID
 from common.server.fields import Refused, plain
 from common.serving.load import Model
 from common.serving.rules import check_grammar
@@ -193,8 +194,7 @@ def tell_rate(stats: Stats) -> None:
 def note_end(reply: Reply, args: Namespace) -> None:
     """Says on stderr why a reply ended, unless it ended by itself or at --max-new-tokens."""
     if reply.finish == "invalid":
-        why = "the model's logits are NaN or infinite, or a grammar grew too large"
-        sys.stderr.write(f"[the reply ends here: {why}]\n")
+        sys.stderr.write(f"[the reply ends here: {WHY_INVALID}]\n")
     if reply.finish == "length" and args.json_schema:
         sys.stderr.write("[the JSON ends here, cut off: see --max-new-tokens]\n")
     if reply.finish == "length" and len(reply.tokens) < args.max_new_tokens:

@@ -42,6 +42,8 @@ def open_adapter(
     for key, value in ({"peft_type": "none"} | settings).items():
         if value and value not in ACCEPTED.get(key, [value] if key in KNOWN else []):
             raise ValueError(f"{directory / ADAPTER}: {key}={show(value)} is not implemented")
+        if key in ("use_rslora", "fan_in_fan_out") and not isinstance(value, bool | None):
+            raise ValueError(f"{directory / ADAPTER}: {key}={show(value)} must be true or false")
     if ckpt is not None:
         return directory, ckpt, revision
     ckpt, revision = settings.get("base_model_name_or_path"), settings.get("revision")
@@ -121,7 +123,7 @@ def number(settings: dict[str, Any], key: str, patterns: str, name: str) -> Any:
         fits = iter([x for p, x in given if re.match(rf"(.*\.)?({p})$", name)])
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{ADAPTER}: {patterns} has a bad pattern: {error}") from None
-    if not isinstance(value := next(fits, settings.get(key)), int | float) or value <= 0:
+    if type(value := next(fits, settings.get(key, 0))) not in (int, float) or value <= 0:
         raise ValueError(f"{ADAPTER}: {key}={show(value)} of {name}")
     return value
 

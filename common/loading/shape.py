@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from common.loading.files import is_there, read_json, read_json_if_there
 from common.loading.hub import ADAPTER, FILES, locate
-from common.loading.stored import open_tensors
+from common.loading.stored import FLOATS, open_tensors
 
 
 def folder(module: ModuleType) -> Path:
@@ -99,7 +99,7 @@ def refuse_other_layouts(directory: Path) -> None:
 
 
 def stored_dtype(hf: dict[str, Any]) -> Any:
-    return hf.get("torch_dtype") or hf.get("dtype")
+    return hf.get("dtype") or hf.get("torch_dtype")
 
 
 def model_dtype(
@@ -111,6 +111,10 @@ def model_dtype(
     The oldest config.json files name no dtype. Then the largest tensor decides, if `directory` is
     given; otherwise the dtype is bfloat16."""
     stored = stored_dtype(hf)
+    if stored not in (None, *(names := [*map(str, FLOATS.values())])) and asked is None:
+        raise ValueError(
+            f"config.json: dtype {stored!r} is none of {', '.join(names)}: give --dtype"
+        )
     if stored is None and directory is not None and asked is None:
         tensors = open_tensors(directory).values()
         largest = max(tensors, key=lambda tensor: math.prod(tensor.shape), default=None)

@@ -1,7 +1,5 @@
-"""Picks a mesh if the user gives none: the one with the shortest estimated decode step.
-
-The estimate needs only shapes, so it takes milliseconds. A step takes as long as a device needs to
-read its weights and its cache, and to exchange results with the other devices:
+"""Picks a mesh if the user gives none: the one with the shortest estimated decode step, in which a
+device reads its weights and its cache, and exchanges results. This needs only shapes:
 
   bytes / bandwidth + 6 * sent / links + 5 us * collectives
 
@@ -11,8 +9,8 @@ read its weights and its cache, and to exchange results with the other devices:
 * sent: every layer reduces the activations of its slots twice; `data` splits the slots. A latent
   cache that is split by position also gathers queries and scatters the results of attention.
 
-Several meshes may be within 1 % of the best. A mixture of experts then takes the one with the most
-devices on `expert`, where each expert's matrices stay whole, and any other model most on `tensor`.
+Of meshes within 1 % of the best, a mixture of experts takes the one with most devices on `expert`,
+where each expert's matrices stay whole, and any other model the one with most on `tensor`.
 """
 
 import contextlib

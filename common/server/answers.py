@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.sampling import INVALID
+from common.sampling import WHY_INVALID
 from common.server.fields import Refused
 from common.server.protocol import Asked, Served
 from common.serving.session import Counts, Event, Request, Score
@@ -46,10 +46,8 @@ def new_id(prefix: str) -> str:
 def add(asked: Asked, choice: Choice, tok: Tokenizer, event: Event) -> None:
     """Adds a token, and the prompt before the first if it is wanted. Refused without a token."""
     get = asked.given.get
-    if event.token == INVALID:
-        why = "the model's logits are NaN or infinite"
-        why += ", or the grammar grew too large" if choice.request.grammar is not None else ""
-        raise Refused(why, status=500)
+    if event.finish == "invalid":
+        raise Refused(WHY_INVALID, status=500)
     if choice.finish:  # it ended before the model did
         return
     if get("echo") and not choice.count:

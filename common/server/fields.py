@@ -210,7 +210,7 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
             raise Refused(f"{name[:80]} is not supported in a message", "messages")
         if not fits(given[name], known[name].shape):
             raise Refused(f"{name} must be {known[name].name}", "messages")
-    return {name: x for name, x in given.items() if name in ("role", "content", *own)}
+    return {name: x for name, x in given.items() if name in ("role", "content", "name", *own)}
 
 
 def text_of(content: Any) -> str:

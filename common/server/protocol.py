@@ -137,14 +137,14 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
     get, is_chat = given.get, kind == "chat"
     if get("model", served.name) != served.name:
         raise Refused(f"the model here is {served.name}", "model", 404, "model_not_found")
-    wanted = get("logprobs")
-    if is_chat:
-        wanted = get("top_logprobs", 0) if wanted else None
+    wanted = (get("top_logprobs", 0) if get("logprobs") else None) if is_chat else get("logprobs")
     if get("top_logprobs") is not None and wanted is None:
         raise Refused("top_logprobs goes with logprobs", "top_logprobs")
     if wanted is not None and not session.logprobs:
         raise Refused("log-probabilities do not go with --draft mtp", "logprobs")
     most = get("max_completion_tokens", get("max_tokens"))
+    if most != get("max_tokens", most):
+        raise Refused("max_tokens and max_completion_tokens differ", "max_tokens")
     if most == 0 and not get("echo"):
         raise Refused("max_tokens must be at least 1, but for echo", "max_tokens")
     ends = tok.stop_ids | (end_of_turn(tok) if is_chat else set())

@@ -110,8 +110,8 @@ def open_model(
     on_cpu = devices[0].platform == "cpu"
     kind = model_dtype(hf, weights_at, dtype, on_cpu)
     storage = storage_of(kind, on_cpu, quant)
+    cache = cache_dtype(kind, on_cpu, kv_quant)
     if mesh is None:
-        cache = cache_dtype(kind, on_cpu, kv_quant)
         stored: Any = dict(dtype=kind, cache_dtype=cache, storage=storage)
         mesh = best_mesh(Plan(module, config, slots, capacity, **stored), devices)
     shards = model_shards(mesh)
@@ -120,7 +120,7 @@ def open_model(
     sampling, notes = ({}, []) if directory is None else read_generation(directory)
     notes += tokenizer.notes if tokenizer else []
     if tokenizer and (unknown := [i for i in tokenizer.stop_ids if i >= config.vocab_size]):
-        notes.append(f"eos_token_id {unknown[0]} is above the model's vocabulary")
+        notes.append(f"token {unknown[0]} ends no reply: it is above the model's vocabulary")
     if not dtype and kind == jnp.bfloat16 and stored_dtype(hf) == "float16":
         notes.append("a file in float16 is computed in bfloat16; --dtype float32 is exact")
     if weights_at and not adapter and is_there(weights_at / ADAPTER):

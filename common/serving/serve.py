@@ -9,6 +9,7 @@ Step t + 1 is dispatched before step t's tokens are fetched, so host work overla
 import json
 import time
 from collections.abc import Generator, Mapping, Sequence
+from numbers import Integral
 from operator import index
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 
 from common.machines.hosts import share
-from common.sampling import INVALID
+from common.sampling import INVALID, WHY_INVALID
 from common.serving import steps
 from common.serving.load import Model
 from common.serving.prefixes import longest
@@ -49,6 +50,8 @@ def submit(session: Session, request: Request) -> int:
     check_request(request, session.capacity, session.model.config)
     if request.logprobs is not None and not session.logprobs:
         raise ValueError("this session gives no log-probabilities")
+    if request.stop and session.model.tokenizer is None:
+        raise ValueError("stop needs a tokenizer, and this model has none")
     if request.is_ruled and hasattr(session.states[0], "new_BT"):
         raise ValueError("--draft mtp goes with no grammar, no bias and no penalty")
     if request.grammar is not None:
@@ -200,12 +203,12 @@ def end_of(session: Session, work: Work, event: Event) -> Event:
         finish = "length"
     if tok is None or work.speech is None:
         return event._replace(finish=finish)
-    if finish in (None, "length"):
+    guide = work.guide
+    if finish in (None, "length") and guide and not guide.consume_token(event.token):
+        finish = "invalid"  # it has grown too large
+    elif finish in (None, "length"):
         work.speech, text = say(tok, work.speech, event.token)
-        guide = work.guide
-        if guide and not guide.consume_token(event.token):  # it has grown too large
-            finish = "invalid"
-        elif work.speech.stream.stopped or (guide and guide.is_stopped()):
+        if work.speech.stream.stopped or (guide and guide.is_stopped()):
             finish = "stop"
     text += end_speech(tok, work.speech) if finish else ""
     return event._replace(finish=finish, text=text, channel=work.speech.channel)
@@ -240,23 +243,27 @@ def complete(
     **settings: Any,
 ) -> list[str]:
     """Returns the text that follows each prompt: raw text, or ids, as of `encode_chat`. Prompt i is
-    sampled with seed (`seed` + i) mod 2**32. `settings` sets further fields of `Request`."""
-    if isinstance(prompts, str | bytes | Mapping) or int in map(type, prompts := [*prompts]):
+    sampled with seed (`seed` + i) mod 2**32. `settings` sets further fields of `Request`. A text is
+    shorter if the model's context is full. ValueError if a reply ends as invalid: see `Event`."""
+    given: Any = [0] if isinstance(prompts, str | bytes | Mapping) else [*prompts]
+    if any(isinstance(x, Integral) for x in given):
         raise TypeError("complete takes a list of prompts, and each is a text or a list of ids")
     if (tok := model.tokenizer) is None:
         raise ValueError("this model has no tokenizer: use `serve`, which takes and yields ids")
     if any(map(settings.get, ("top_k", "top_p", "min_p"))) and not settings.get("temperature"):
         raise ValueError("top_k, top_p and min_p need a temperature above 0")
-    ids = [encode(tok, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    ids = [encode(tok, prompt) if isinstance(prompt, str) else prompt for prompt in given]
     need = max(map(len, ids), default=0) + index(max_new_tokens)
     capacity = capacity_for(need, model.config.max_position_embeddings)
     slots = round_up(min(slots, max(1, len(ids))), model.mesh.shape[DATA])
-    known: Any = dict(stop_ids=tok.stop_ids) | settings
+    settings = dict(stop_ids=tok.stop_ids) | settings
     requests = [
-        Request(prompt, max_new_tokens, seed=(index(seed) + i) % 2**32, **known)
+        Request(prompt, max_new_tokens, seed=(index(seed) + i) % 2**32, **settings)
         for i, prompt in enumerate(ids)
     ]
     texts = [""] * len(ids)
     for event in serve(start_session(model, slots, capacity), requests):
+        if event.finish == "invalid":
+            raise ValueError(f"prompt {event.request + 1}: {WHY_INVALID}")
         texts[event.request] += event.text
     return texts

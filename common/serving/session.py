@@ -281,8 +281,10 @@ def usable(caches: Sequence[Any], multiple: int, text: Text, n: int) -> int:
 
 def check_request(request: Request, capacity: int, config: Any, name: str = "the prompt") -> None:
     """ValueError if a model with this config cannot serve a request in `capacity` positions."""
-    if not isinstance(request, Request) or not isinstance(request.grammar, str | None):
-        raise TypeError(f"this is no Request, or its grammar is no text: {str(request)[:80]}")
+    if not isinstance(request, Request):
+        raise TypeError(f"this is no Request: {str(request)[:80]}")
+    if not isinstance(request.grammar, str | None) or not isinstance(request.cache_salt, str):
+        raise TypeError("grammar and cache_salt must be texts")
     limit, vocab_size = config.max_position_embeddings, config.vocab_size
     try:
         ids = *request.prompt, *request.stop_ids

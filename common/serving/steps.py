@@ -35,9 +35,7 @@ def begin(session: Session, row: int, work: Work, place: Place, length: int) -> 
         # A ring is copied as a whole, so it may hold later positions of the other text.
         work.text.written = index.texts[place].written
     work.cached, work.counts = length, work.counts._replace(cached=length)
-    if (
-        session.is_recurrent
-    ):  # at the last whole chunk, and where another prompt went on differently
+    if session.is_recurrent:  # at the last whole chunk, and where another prompt went on otherwise
         shared = prefixes.known(index, work.tokens, work.request.cache_salt)
         ends = shared, len(work.tokens) - 1
         work.keep_at = [n // PROMPT_CHUNK * PROMPT_CHUNK for n in ends]

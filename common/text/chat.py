@@ -290,5 +290,4 @@ def literals(source: str | None) -> str:
 @lru_cache(8)
 def variables_of(source: str | None) -> set[str]:
     """The names of what a template reads from outside."""
-    tree = compiled(source or "").environment.parse(source or "")
-    return meta.find_undeclared_variables(tree)
+    return meta.find_undeclared_variables(compiled(source or "").environment.parse(source or ""))

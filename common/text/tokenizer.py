@@ -48,9 +48,10 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     """
     directory = Path(directory)
     config = read_json_if_there(directory / "tokenizer_config.json")
-    if config.get("split_special_tokens"):
-        file = directory / "tokenizer_config.json"
-        raise ValueError(f"{file}: split_special_tokens=true is not implemented")
+    flags = dict(split_special_tokens=False, add_bos_token=True, add_prefix_space=True)
+    if wrong := [key for key, most in flags.items() if config.get(key) not in (None, False, most)]:
+        what = f"{wrong[0]}={config[wrong[0]]!r} is not implemented"
+        raise ValueError(f"{directory / 'tokenizer_config.json'}: {what}")
     controls = config.get("chat_control_tokens")
     if not isinstance(controls, list | None) or any(not isinstance(x, str) for x in controls or ()):
         raise ValueError("tokenizer_config.json: chat_control_tokens must be a list of texts")
@@ -73,6 +74,9 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
         backend.post_processor = processors.TemplateProcessing([bos, "$A"], None, [(bos, bos_id)])
     added = backend.get_added_tokens_decoder()
     template, notes = _chat_template(directory, config)
+    words = backend.pre_tokenizer.__getstate__() if backend.pre_tokenizer else b""
+    if config.get("add_prefix_space") and b'"add_prefix_space":false' in words:
+        notes += ("add_prefix_space=true is not applied: tokenizer.json says false",)
     return Tokenizer(
         backend=backend,
         chat_template=template,
@@ -147,8 +151,8 @@ def as_value_error(what: str, advice: str = "") -> Iterator[None]:
 def _chat_template(directory: Path, config: dict[str, Any]) -> tuple[str | None, tuple[str, ...]]:
     """The template of a conversation; and a note, if there are several, but none to be taken."""
     file, older = directory / "chat_template.jinja", directory / "chat_template.json"
-    template = (read_text(file) if is_there(file) else "") or config.get("chat_template")
-    template = template or read_json_if_there(older).get("chat_template")  # of a processor
+    template = config.get("chat_template") or read_json_if_there(older).get("chat_template")
+    template = read_text(file) if is_there(file) else template  # `older` is of a processor
     if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
         named = {entry.get("name"): entry.get("template", 0) for entry in template}
         if template and "default" not in named:
