@@ -43,7 +43,7 @@ def test_a_full_disk_is_one_line(shell):
 
 def test_input_that_is_no_text_is_named(monkeypatch):
     class Args:
-        prompt = prompts = ckpt = None
+        prompt, prompts = None, ()
 
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xc3("), encoding="utf-8"))
     with pytest.raises(ValueError, match="standard input is not UTF-8 text"):

@@ -1,2 +1,2 @@
-"""From text to token ids and back: `tokenizer`, which is to be read first, `added`, `tiktoken`; and
-conversations (`chat`) and replies (`reply`, `tools`, `grammar`). Imports from `common/loading`."""
+"""Texts and token ids (`added`, `tiktoken`), conversations (`chat`), and replies (`reply`, `tools`,
+`grammar`). Imports from `common/loading`. To start, read `tokenizer`."""
