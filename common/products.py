@@ -52,7 +52,7 @@ def linear(x: Array, w: Matrix, out_dtype: DTypeLike | None = None) -> Array:
 
 
 def two_rows(x: Array) -> Array:
-    """At least two rows: for one, XLA upcasts the weight on CPU, and uses no matrix unit on TPU."""
+    """x [rows, in], padded to two rows: for one, XLA upcasts w on CPU and uses no MXU on TPU."""
     return jnp.pad(x, ((0, max(0, 2 - len(x))), (0, 0)))
 
 

@@ -22,7 +22,7 @@ from common.loading.files import read_json
 from common.loading.hub import is_of_checkpoint
 from common.loading.matching import fill, row_of, rows_by_path
 from common.loading.packed import declare
-from common.loading.reading import is_swapped
+from common.loading.reading import is_swapped, positions
 from common.loading.shape import read_model_config
 from common.names import Axes, Order, Transform
 from common.quant import Transposed, is_stored
@@ -35,17 +35,33 @@ DTYPE_KEYS = ("torch_dtype", "dtype")  # of config.json, by which readers choose
 LARGEST = 5 * 10**9  # bytes of a file; host memory holds one file at a time
 
 
-def published(x: np.ndarray, shape: tuple[int, ...], transform: Transform) -> np.ndarray:
+def published(name: str, x: np.ndarray, shape: tuple[int, ...], transform: Transform) -> np.ndarray:
     """Undoes what loading does to a tensor: its blocks come back in order, once each; padding and
-    copies are cut off. `shape` is that of the weight on one device."""
+    copies are cut off. `shape` is that of the weight on one device. ValueError if anything would be
+    lost with them: training on such a mesh changes each copy on its own, and padding, too."""
+    loaded = x
     if isinstance(transform, Order):
         first = {b: i for i, b in reversed([*enumerate(transform.blocks)]) if b >= 0}
         starts = np.array([first[b] for b in sorted(first)]) * transform.size
         x = x.take((starts[:, None] + np.arange(transform.size)).ravel(), axis=transform.axis)
     x = x[tuple(map(slice, shape))]
+    if not np.array_equal(laid_out(x, loaded.shape, transform), loaded):
+        why = "its copies differ, or its padding is not zero, as after training on this mesh"
+        raise ValueError(f"{name}: {why}; train on one that neither copies nor pads heads")
     if transform is Axes.SPLIT:
         x = x.reshape(*x.shape[:-1], -1, 16)  # MXFP4: 32 numbers of 4 bits share a scale
     return np.ascontiguousarray(x.swapaxes(-1, -2) if is_swapped(transform) else x)
+
+
+def laid_out(x: np.ndarray, shape: tuple[int, ...], transform: Transform) -> np.ndarray:
+    """A published tensor with the copies and the padding that loading gives it."""
+    for axis, n in enumerate(shape):
+        order = transform if isinstance(transform, Order) and transform.axis == axis else None
+        source = positions(x.shape[axis], n, order)
+        if not np.array_equal(source, np.arange(x.shape[axis])):
+            zero = np.zeros_like(x.take([0], axis))
+            x = np.concatenate([x, zero], axis).take(np.where(source < 0, -1, source), axis)
+    return x
 
 
 def tensors_of(model: Model, dtype: DTypeLike | None) -> Iterator[tuple[str, np.ndarray]]:
@@ -82,9 +98,9 @@ def tensors_of(model: Model, dtype: DTypeLike | None) -> Iterator[tuple[str, np.
             raise ValueError(f"{path} has numbers that are NaN or infinite in {host.dtype}")
         if "*" in name:
             for e, one in enumerate(host):
-                yield fill(name, [str(e)]), published(one, shape[1:], transform)
+                yield (own := fill(name, [str(e)])), published(own, one, shape[1:], transform)
         else:
-            yield name, published(host, shape, transform)
+            yield name, published(name, host, shape, transform)
 
 
 def save(model: Model, directory: str | Path, dtype: DTypeLike | None = None) -> None:
@@ -93,11 +109,11 @@ def save(model: Model, directory: str | Path, dtype: DTypeLike | None = None) ->
     loaded, such as a vision tower, is not written.
 
     Args:
-      dtype: of plain weights; None: as they are in memory.
+      dtype: of plain weights; None: as they are in memory. config.json names that of most.
 
     ValueError if weights were quantised while loading, have other shapes or dtypes or are not
-    finite, if the config is not that of the checkpoint, which is copied, if there is no checkpoint,
-    or if there are several processes.
+    finite, if copies that the mesh needs differ, if the config is not that of the checkpoint, which
+    is copied, if there is no checkpoint, or if there are several processes.
     """
     target = Path(directory)
     if dtype is not None and str(np.dtype(dtype)) not in PLAIN:
@@ -125,7 +141,7 @@ def write_into(target: Path, model: Model, hf: dict[str, Any], dtype: DTypeLike 
     """Writes all files of `save`. `hf` is the checkpoint's config.json."""
     assert model.directory is not None
     files, held, size = dict[str, str](), dict[str, np.ndarray](), 0
-    sizes = Counter[str]()  # bytes of each plain dtype: config.json names the one of most
+    stored = Counter[str]()  # bytes of each plain dtype
 
     def write() -> None:
         file = f"model-{len({*files.values()}) + 1:05}.safetensors"
@@ -138,7 +154,7 @@ def write_into(target: Path, model: Model, hf: dict[str, Any], dtype: DTypeLike 
             write()
             size = 0
         held[name], size = tensor, size + tensor.nbytes
-        sizes[str(tensor.dtype)] += tensor.nbytes if str(tensor.dtype) in PLAIN else 0
+        stored[str(tensor.dtype)] += tensor.nbytes if str(tensor.dtype) in PLAIN else 0
     write()
     total = dict(total_size=sum((target / file).stat().st_size for file in {*files.values()}))
     index = dict(metadata=total, weight_map=files)
@@ -147,5 +163,5 @@ def write_into(target: Path, model: Model, hf: dict[str, Any], dtype: DTypeLike 
         if is_of_checkpoint(file) and "safetensors" not in file.name:
             shutil.copy(file, target / file.name)
     for part in (hf, hf.get("text_config", {})):
-        part |= {key: sizes.most_common(1)[0][0] for key in DTYPE_KEYS if key in part}
+        part |= {key: stored.most_common(1)[0][0] for key in DTYPE_KEYS if key in part}
     (target / "config.json").write_text(json.dumps(hf, indent=2) + "\n")

@@ -134,6 +134,7 @@ MISFITS = {  # what is said; the adapter, the base model, and what was edited
     "does not fit rank 3": other("down", "qwen3", "moe"),
     "does not fit rank 6": names(r=6),
     "lora_alpha='7' of model.layers.": names(lora_alpha="7"),
+    "lora_alpha=None of model.layers.": names(lora_alpha=None),
     "lora_alpha=True of model.layers.": names(lora_alpha=True),
     "rank_pattern has a bad pattern: unterminated": names(rank_pattern={"v_proj": 2, "[q": 3}),
     "alpha_pattern has a bad pattern: the repet": names(alpha_pattern={f"q{{{2**64}}}": 3}),

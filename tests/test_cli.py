@@ -592,7 +592,7 @@ def test_lines_of_json_are_texts_or_conversations(tmp_path, instruct):
         ids("--prompt", "Who is there?", "--system", "", "--raw")
     with pytest.raises(ValueError, match="a line with messages needs a chat template"):
         ids("--prompts", file, "--raw")
-    with pytest.raises(ValueError, match="begin with another system message"):
+    with pytest.raises(ValueError, match="--system does not go with messages"):
         ids("--prompts", file, "--system", "Be kind.")
     (tmp_path / "more.txt").write_text("Who is there?")
     assert ids("--prompts", file, "--prompts", tmp_path / "more.txt") == [one, two, one]

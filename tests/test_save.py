@@ -110,6 +110,24 @@ def test_what_was_widened_is_read_wide_again(tmp_path):
     np.testing.assert_array_equal(again.weights.norm, wide.norm)
 
 
+@pytest.mark.parametrize("parts, name, at", [(4, "k", (0, 0)), (3, "o", (0, -1))])
+def test_copies_that_differ_and_padding_that_is_used_are_not_lost(parts, name, at, tmp_path):
+    """Training on four devices changes each copy of the two key heads on its own. On three, two of
+    six query heads are padding."""
+    llama = load(model_of("llama3"), mesh=make_mesh(tensor=parts))
+    first, *rest = llama.weights.layers
+
+    def with_layer(w):
+        layers = (first._replace(**{f"w{name}": w}), *rest)
+        return llama._replace(weights=llama.weights._replace(layers=layers))
+
+    w = getattr(first, f"w{name}")
+    save.save(with_layer(2 * w), tmp_path / "alike")
+    with pytest.raises(ValueError, match=f"0.self_attn.{name}_proj.weight: its copies differ, or"):
+        save.save(with_layer(w.at[at].add(1)), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def test_what_cannot_be_written_is_refused(tmp_path):
     source = str(FIXTURES / "llama3" / "scaled")
     with pytest.raises(ValueError, match="quantised while loading"):

@@ -128,7 +128,7 @@ def parser(name: str) -> argparse.ArgumentParser:
 
     add = ap.add_argument_group("prompts (default: standard input, as one prompt)").add_argument
     add("--prompt", action="append", metavar="P", help="a prompt; may be repeated")
-    told = "one prompt per line; of .jsonl, objects with prompt or messages; may be repeated"
+    told = "one prompt per line, in .jsonl as {prompt} or {messages}; may be repeated"
     add("--prompts", **several, type=Path, metavar="FILE", help=told)
     add("--chat", **flag, help="hold a conversation: each line of standard input is a turn")
     add("--system", metavar="S", help="system message for the chat template")

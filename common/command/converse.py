@@ -95,7 +95,7 @@ def said(role: str, content: str) -> dict[str, Any]:
 def encode_messages(tok: Tokenizer, args: Namespace, messages: list[dict[str, Any]]) -> list[int]:
     if args.system is not None:
         if messages[0]["role"] == "system":
-            raise ValueError("--system, and the messages begin with another system message")
+            raise ValueError("--system does not go with messages that begin with one")
         messages = [said("system", args.system), *messages]
     return encode_chat(tok, messages, **thinking_options(tok, args.think, None))
 

@@ -120,10 +120,10 @@ def number(settings: dict[str, Any], key: str, patterns: str, name: str) -> Any:
     """A setting for one matrix: that of the first pattern that fits its name, or else of all."""
     given = dict(settings.get(patterns) or {}).items()
     try:
-        fits = iter([x for p, x in given if re.match(rf"(.*\.)?({p})$", name)])
+        fits = [x for p, x in given if re.match(rf"(.*\.)?({p})$", name)]
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{ADAPTER}: {patterns} has a bad pattern: {error}") from None
-    if type(value := next(fits, settings.get(key, 0))) not in (int, float) or value <= 0:
+    if type(value := [*fits, settings.get(key)][0]) not in (int, float) or value <= 0:
         raise ValueError(f"{ADAPTER}: {key}={show(value)} of {name}")
     return value
 
