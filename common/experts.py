@@ -50,7 +50,7 @@ def group_by_expert(expert_MX: jax.Array, num_local: int) -> Groups:
 
 
 def sum_over_experts(of_expert: Callable[[jax.Array, Any], jax.Array], w: Any) -> jax.Array:
-    """Sums of_expert(e, its matrices) over a device's experts, in turn. e is its number among all."""
+    """Sums of_expert(e, its matrices) over a device's experts; e is one's number among all."""
     E = num_experts(w)
     first = lax.axis_index(EXPERT) * E  # the device has experts first, first + 1, ...
     parts: jax.Array = lax.map(lambda e: of_expert(*e), (first + jnp.arange(E), w))
