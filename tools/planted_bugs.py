@@ -1,5 +1,4 @@
-"""Plants bugs in the model files and kernels, one at a time, and runs tests against each: against
-a model file the default ones.
+"""Plants bugs in the model files and kernels, one at a time, and runs tests against each.
 
     python tools/planted_bugs.py [PLACE ...]
 
@@ -23,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from families import SHOWN  # noqa: E402
 
 LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".hypothesis")
-# The tests, among all, that must see a kernel's bugs. Those of GPU kernels need JAX 0.11.
+# The tests that must see a kernel's bugs. Those of GPU kernels need JAX 0.11.
 ATTENTION = ("test_attention", "test_decode_attention_tpu")
 KERNELS = dict.fromkeys(("attention_blocked", "softmax", "visible"), ATTENTION[:1])
 KERNELS |= dict.fromkeys(("decode_attention_tpu", "prefill_attention_tpu"), ATTENTION)
@@ -61,12 +60,12 @@ def bugs_of(place: str) -> list[Bug]:
 
 
 def tests_of(root: Path, place: str) -> list[str]:
-    """Returns the arguments with which pytest runs the tests of a place."""
+    """Returns the arguments with which pytest runs the tests of a place, among all: by default,
+    each test runs with some of the families."""
     if place not in SHOWN:
         return ["--all", *(f"tests/{x}.py" for x in KERNELS[place.removeprefix("kernels/")])]
-    own = f"tests/test_{place}.py"
-    tests = ["tests/test_families.py", *([own] if (root / own).exists() else [])]
-    return ["-k", f"{place} or test_{place}", *tests]
+    files = (f"tests/test_{x}.py" for x in ("definitions", "families", place))
+    return ["--all", "-k", place, *(file for file in files if (root / file).exists())]
 
 
 def is_seen(root: Path, place: str, bug: Bug) -> bool:
