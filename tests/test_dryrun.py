@@ -382,7 +382,7 @@ def test_as_json_the_figures_are_numbers_and_floors_and_room_follow_from_them():
         ("--dry-run cpu:9999999", "'cpu:9999999': cpu:N takes N of JAX's 1024 CPU devices here"),
         ("--dry-run h100:9", "'h100:9' is not h100:1 to h100:8"),
         ("--dry-run v5e:2x2 --mesh tensor=8", "tensor=8 needs 8 devices, but only 4"),
-        ("--mesh tensor=0", "--mesh 'tensor=0': tensor must be at least 1"),
+        ("--mesh tensor=0", "--mesh 'tensor=0': expected data=N"),
         ("--dry-run cpu:64 --mesh tensor=64", "64 devices, but the model has only"),
         ("--mesh data=3", "8 slots cannot be split evenly over data=3"),
         ("--layers 9", "--layers 9: the model has only 2"),
