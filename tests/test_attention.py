@@ -816,6 +816,7 @@ def test_lengths_and_starts_of_any_integers_are_those_of_int32(attend, dtype, im
             np.testing.assert_array_equal(attend(**given, **options), want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", ["blocked", "tpu"])
 def test_no_position_below_0_is_seen_in_a_cache_that_wraps(implementation):
     arrays = small(wraps=True, starts=np.array([-3, -20]), lengths_B=np.array([5, 19]))
@@ -825,7 +826,7 @@ def test_no_position_below_0_is_seen_in_a_cache_that_wraps(implementation):
     assert_close(got, want, rtol=rounding(arrays["k_BKSH"].shape[2]))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "tpu"])
 @pytest.mark.parametrize("attend", [ragged_decode_attention, prefill_attention])
 @pytest.mark.parametrize("name", ["k_scale_BKS", "v_scale_BKS", "q_BTNH"])

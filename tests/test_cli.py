@@ -304,6 +304,7 @@ def test_ctrl_c_and_sigterm_end_with_what_was_generated(as_json, number):
         assert rest.endswith(b"\n")
 
 
+@pytest.mark.full
 def test_a_reader_that_goes_away_is_not_an_error():
     command = (
         f"{sys.executable} -m llama3.main --max-new-tokens 200 | head -c 5; exit ${{PIPESTATUS[0]}}"
@@ -515,7 +516,7 @@ def test_only_the_end_of_a_line_ends_a_prompt(tmp_path):
     assert read_prompts(args) == [odd, "second", "third"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.full
 @pytest.mark.parametrize("text_there_too", [False, True])
 def test_a_terminal_shows_the_speed_while_the_text_goes_elsewhere(text_there_too):
     terminal, end = pty.openpty()

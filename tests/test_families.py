@@ -302,7 +302,7 @@ def test_generate_updates_its_state_in_place(family, variant, dtype):
     assert_updates_in_place(load(family, variant, "tensor=2", "bfloat16"), dtype, capacity=8200)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @FIRST
 def test_a_full_slot_and_an_empty_one_stay_as_they_are(family, variant):
     """They stay so beside a slot that grows. Before that, two chunks are read, the second one with

@@ -71,7 +71,7 @@ def test_order_slot_neighbours_padding_buckets_chunks_and_capacity_change_nothin
 # ---- few queries
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "implementation", ["tpu", pytest.param("gpu", marks=INTERPRETED), "blocked"]
 )

@@ -123,6 +123,7 @@ def test_a_prompt_starts_from_a_state_that_was_kept(options):
         assert answer(session, prompt) == (alone(prompt), cached)
 
 
+@pytest.mark.full
 def test_without_room_nothing_is_reused():
     session = start_session(long_model(), 2, 4 * CHUNK)
     assert [answer(session, text(CHUNK + 9))[1] for _ in range(2)] == [0, 0]

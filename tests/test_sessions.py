@@ -203,6 +203,7 @@ def test_a_ring_that_was_copied_does_not_have_what_its_source_had_lost(family, r
     assert answer(session, third)[0] == answer(fresh, third)[0]
 
 
+@pytest.mark.full
 def test_a_beginning_that_its_own_reply_overwrote_in_a_ring_is_read_again(monkeypatch):
     monkeypatch.setattr(cache, "APPENDED", 64)
     session, fresh = (open_session("gpt_oss", 160) for _ in range(2))
@@ -271,6 +272,7 @@ def test_drafts_change_no_text(family, source):
         assert stats.drafts_right > 0.6 * stats.drafts  # a text ends in the middle of its drafts
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("prompt", [range(40, 60), [9] * 12], ids=["new", "repeated"])
 def test_only_tokens_that_lookup_found_are_counted_as_drafts(prompt):
     K, drafts, right = 3, 0, 0
