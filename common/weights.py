@@ -101,12 +101,15 @@ def by_path(tree: Any) -> dict[str, Weight]:
 
 
 def specs_like(weights: Any, layout: Any) -> Any:
-    """The partition specs of `weights`, in whatever form they are stored, by their declarations."""
+    """The specs of `weights` in any form, by their declarations; ValueError for other weights."""
 
     def specs(weight: Weight, stored: Any) -> Any:
         return SPECS[type(stored)](weight.spec) if type(stored) in SPECS else weight.spec
 
-    return jax.tree.map(specs, layout, weights, is_leaf=is_weight)
+    try:
+        return jax.tree.map(specs, layout, weights, is_leaf=is_weight)
+    except ValueError:
+        raise ValueError("the weights are not those of the config; see read_weights") from None
 
 
 def check_divides(layout: Any, shards: Shards) -> None:

@@ -204,6 +204,8 @@ BAD = [
         "the parameters of 'f' must be a schema of an object",
     ),
     (dict(structured_outputs=dict(json="[1, 2]")), "a schema is an object, not [1, 2]"),
+    (dict(structured_outputs=dict(json=dict(name="x", schema={}))), "give the schema alone, with"),
+    (dict(chat_template_kwargs=dict(merry=1)), "the chat template has no variable merry"),
     (dict(tools=TOOLS, tool_choice=dict(type="function", function=dict(name="x"))), "no tool 'x'"),
     (
         dict(tools=TOOLS, tool_choice="any"),

@@ -356,6 +356,12 @@ def test_a_wrong_kind_of_thing_is_told_apart(session):
         complete(session.model._replace(weights=None), ["HAMLET."], 5)
     with pytest.raises(TypeError, match="float"):
         log_probabilities(session.model, [1.5, 2.0])
+    for weights in (None, session.model.weights._replace(layers=[])):
+        with pytest.raises(ValueError, match="the weights are not those of the config"):
+            log_probabilities(session.model._replace(weights=weights), [1, 2])
+    for wrong in (dict(slots=-5), dict(capacity=0)):
+        with pytest.raises(ValueError, match="slots and capacity must be at least 1, not"):
+            load(model, **wrong)
     with pytest.raises(TypeError, match=r"<module 'llama3' .* is not a model file, such as"):
         load(llama3)
     for mesh in (None, session.model.mesh):

@@ -126,6 +126,12 @@ def test_a_mesh_that_makes_no_sense_is_refused(text):
         parse_mesh(text)
 
 
+def test_an_axis_is_a_whole_number():
+    for wrong in (2.0, -2, 0):
+        with pytest.raises(ValueError, match="whole numbers of at least 1: data=1,expert=1,tensor"):
+            make_mesh(tensor=wrong)
+
+
 @pytest.mark.parametrize(
     "axes, shape, shards",
     [

@@ -123,7 +123,8 @@ def test_saved_truncation_and_padding_do_not_touch_prompts(checkpoint):
 
 
 def test_text_that_is_not_unicode_is_an_error_of_one_line():
-    refused(ValueError, "not valid Unicode", tk.encode, LLAMA3, "caf\udcc3")
+    for text in ("caf\udcc3", b"caf", None):
+        refused(ValueError, "not valid Unicode", tk.encode, LLAMA3, text)
 
 
 @pytest.mark.full

@@ -244,17 +244,10 @@ def run(module: ModuleType, args: Namespace, prompts: list[Prompt], rank: Rank |
         read_weights(x, progress_bar(sys.stderr), args.seed, args.allow_nonfinite) for x in models
     ]
     load_s = time.perf_counter() - began
-    session = start_session(
-        model,
-        *sizes,
-        dtype=cache,
-        keep=args.keep,
-        keep_host=args.keep_host,
-        reuse_multiple=1 if args.chat else PROMPT_CHUNK,
-        draft=rest[0] if rest else smaller,
-        draft_tokens=args.draft_tokens,
-        logprobs=bool(args.serve) and args.draft != "mtp",
-    )
+    draft, logprobs = rest[0] if rest else smaller, bool(args.serve) and args.draft != "mtp"
+    picked: Any = {name: getattr(args, name) for name in ("keep", "keep_host", "draft_tokens")}
+    picked |= dict(dtype=cache, draft=draft, reuse_multiple=1 if args.chat else PROMPT_CHUNK)
+    session = start_session(model, *sizes, logprobs=logprobs, **picked)
     code = 0
     with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
         if args.serve:

@@ -151,8 +151,7 @@ def traffic(program: Program) -> int:
     part that they touch counts. A prefetch into on-chip memory counts where it is made. A kernel
     counts as reading all of its operands, but prefill attention counts as reading none: it reads
     what is filled of the cache, and that is not known here. Branches do not count. XLA's own "bytes
-    accessed" is several times larger on TPU: it also counts on-chip memory, and it counts the whole
-    array for each piece of a prefetch.
+    accessed" also counts on-chip memory, and a whole array for each piece of a prefetch.
     """
     return sum(
         times * sum(moved(program, computation, op))

@@ -1,7 +1,6 @@
 """The OpenAI protocol: a body of JSON becomes requests of the engine.
 
-https://platform.openai.com/docs/api-reference; FIELDS has what is understood of it, and the fields
-of the engine beside it.
+https://platform.openai.com/docs/api-reference; FIELDS has what of it is understood, and more.
 """
 
 import json

@@ -13,8 +13,7 @@ from common.server.fields import FIELDS, Refused, fields_of, text_of
 from common.server.protocol import Asked, Served
 from common.serving.session import Event
 
-# Of each kind of item: what the events of its text are called, what its id begins with, and what
-# else it has at its beginning.
+# By kind of item: what the events of its text are called; how its id begins, and its first fields.
 TEXTS = {THOUGHT: "reasoning_text", SAID: "output_text", CALL: "function_call_arguments"}
 FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     THOUGHT: ("rs", dict(summary=[], content=[])),

@@ -100,6 +100,8 @@ def open_model(
         raise TypeError(f"{module!r} is not a model file, such as the module llama3.model")
     if mesh is not None and (*getattr(mesh, "shape", ()),) != (DATA, *MODEL):
         raise TypeError(f"a mesh is made by common.sharding.make_mesh, and {mesh!r} was not")
+    if not min(slots, capacity) >= 1:
+        raise ValueError(f"slots and capacity must be at least 1, not {slots} and {capacity}")
     if random and adapter is not None:
         raise ValueError("--adapter does not go with --random")
     merged, ckpt, revision = open_adapter(adapter, ckpt, revision)

@@ -46,9 +46,9 @@ def logits(
     implementation: str = AUTO,
     forward: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Runs `forward` of a model file, or another function of the same arguments, on a mesh. Returns
-    float32 logits [B, T, vocab_size] and the cache. With implementation="reference" it can be
-    differentiated. ValueError if the cache has no room for T tokens."""
+    """Runs `forward` of a model file, or another function like it, which returns a device's part of
+    the vocabulary, on a mesh. Returns float32 logits [B, T, vocab_size] and the cache. What
+    "reference" does can be differentiated. ValueError if the cache has no room for T tokens."""
     if tokens_BT.shape[1] > capacity_of(cache):
         raise ValueError(f"the cache has room for {capacity_of(cache)} tokens: see init_state")
     specs, cache_spec = specs_like(weights, model.weight_layout(config)), model.STATE_SPEC.cache
@@ -120,8 +120,8 @@ def log_probabilities(model: Model, ids: Sequence[int]) -> jax.Array:
     limit, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
     if not 1 <= len(ids) <= limit:
         raise ValueError(f"there must be 1 to {limit} tokens, not {len(ids)}")
-    if not all(0 <= index(i) < vocab_size for i in ids):
-        raise ValueError(f"an id is not in [0, {vocab_size})")
+    if wrong := [i for i in ids if not 0 <= index(i) < vocab_size]:
+        raise ValueError(f"the id {wrong[0]} is not in [0, {vocab_size})")
     mesh, rows = model.mesh, model.mesh.shape[DATA]
     dtype = cache_dtype(model.dtype, model.on_cpu)
     cache = init_state(model.module, model.config, rows, len(ids), dtype, mesh).cache

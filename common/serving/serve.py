@@ -245,8 +245,8 @@ def complete(
     """Returns the text that follows each prompt: raw text, or ids, as of `encode_chat`. Prompt i is
     sampled with seed (`seed` + i) mod 2**32. `settings` sets further fields of `Request`. A text is
     shorter if the model's context is full. ValueError if a reply ends as invalid: see `Event`."""
-    given: Any = [0] if isinstance(prompts, str | bytes | Mapping) else [*prompts]  # 0: refused
-    if any(isinstance(x, Integral) for x in given):
+    given = [*prompts]
+    if isinstance(prompts, str | Mapping) or any(isinstance(x, Integral) for x in given):
         raise TypeError("complete takes a list of prompts, and each is a text or a list of ids")
     if (tok := model.tokenizer) is None:
         raise ValueError("this model has no tokenizer: use `serve`, which takes and yields ids")

@@ -306,8 +306,8 @@ def check_request(request: Request, capacity: int, config: Any, name: str = "the
         raise ValueError(f"{name} has {n} tokens, but the model's context has {limit}")
     if n > capacity:
         raise ValueError(f"{name} has {n} tokens, over the cache's {capacity} (see --max-len)")
-    if not all(0 <= i < vocab_size for i in request.prompt):
-        raise ValueError(f"{name} has an id that is not in [0, {vocab_size})")
+    if wrong := [i for i in request.prompt if not 0 <= i < vocab_size]:
+        raise ValueError(f"{name} has an id that is not in [0, {vocab_size}): {wrong[0]}")
     if request.logprobs is not None and not 0 <= request.logprobs <= LIKELIEST:
         raise ValueError(f"logprobs must be in [0, {LIKELIEST}], got {request.logprobs}")
     for name in (*PARAMETERS, *PENALTIES):

@@ -36,6 +36,8 @@ def encode_chat(tok: Tokenizer, messages: Messages, **variables: Any) -> list[in
     it complains, or if it leaves something out."""
     variables = {key: x for key, x in variables.items() if x not in (None, [])}
     messages, controls = for_template(tok, messages, **variables), either(control_tokens(tok))
+    if unread := {*variables} - variables_of(tok.chat_template):
+        raise ValueError(f"the chat template has no variable {min(unread)}")
     text = render_chat(tok, marked(messages, controls), **marked(variables, controls))
     # After the first piece, every second one is a marked token, or None for a lone mark.
     first, *pieces = re.split(f"{OPEN}({controls}){CLOSE}|[{OPEN}{CLOSE}]", text)

@@ -117,9 +117,11 @@ def arguments(form: Format, function: Mapping[str, Any], required: bool) -> str:
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON that fits a schema. ValueError if that is no object."""
+    """The grammar of JSON that fits a schema. ValueError if that is none."""
     if not isinstance(schema, Mapping):
         raise ValueError(f"a schema is an object, not {str(schema)[:80]}")
+    if "schema" in schema:  # no keyword of JSON Schema: nothing would hold
+        raise ValueError(f"give the schema alone, without what is around it in {str(schema)[:80]}")
     return json.dumps(dict(grammars=[dict(json_schema={**schema, "x-guidance": STYLE})]))
 
 
