@@ -110,9 +110,8 @@ def capacity_of(cache: tuple[Any, ...]) -> int:
 
 def shortest_beginning(cache: tuple[Any, ...], written: int) -> int:
     """The least n for which a slot can still be continued from its first n tokens, after `written`
-    positions were written to it. It is 0 if no ring has overwritten a position yet. A ring of S
-    places holds the last S positions that were written, and token n sees `reach` positions: those
-    from n - reach + 1 on."""
+    positions were written to it: 0 if no ring has overwritten any. A ring of S places holds the
+    last S positions, and token n sees `reach` positions: those from n - reach + 1 on."""
     rings = [(places(layer), layer.ring.reach) for layer in cache if layer.ring is not None]
     return max((written - S + reach - 1 for S, reach in rings if written > S), default=0)
 
@@ -347,8 +346,7 @@ def copy_blocks(
     cache: Any, source: Any, from_R: Array, to_R: Array, length_R: Array, spec: Any
 ) -> Any:
     """`copy_prefixes` inside `shard_map`. It copies whole blocks of positions, so its bytes grow
-    with the length and not with the capacity. Where positions are split over devices, each device
-    copies those that it holds."""
+    with the length and not with the capacity. Each device copies the positions that it holds."""
 
     def count_of(x: Array, y: Array, spec: Any, length: Array) -> Array:
         axes, (small, large) = spec[2] if len(spec) > 2 else (), sorted((x.shape[2], y.shape[2]))

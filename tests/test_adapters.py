@@ -153,20 +153,32 @@ def test_what_does_not_fit_is_named(tmp_path, message):
     refused(ValueError, message.format(directory), loaded, name, directory=directory, base=base)
 
 
+def ones(directory, rows, factor):
+    """A matrix of ones in bfloat16, to which an adapter adds 4 * factor."""
+    shapes = dict(A=(4, 2048), B=(rows, 4)).items()
+    save_file({"x.weight": np.ones((rows, 2048), jnp.bfloat16)}, directory / "model.safetensors")
+    factors = {f"x.lora_{x}.weight": np.full(y, 1, np.float32) for x, y in shapes}
+    factors["x.lora_B.weight"] *= factor
+    save_file(factors, directory / WEIGHTS)
+    (directory / ADAPTER).write_text(json.dumps(dict(r=4, lora_alpha=4)))
+    return adapted(open_tensors(directory), {}, directory)["x.weight"]
+
+
 def test_merging_takes_the_memory_of_a_chunk(tmp_path):
     shape = (8192, 2048)  # 32 MB
-    save_file({"x.weight": np.ones(shape, jnp.bfloat16)}, tmp_path / "model.safetensors")
-    shapes = dict(A=(4, 2048), B=(8192, 4)).items()
-    factors = {f"x.lora_{x}.weight": np.ones(y, np.float32) for x, y in shapes}
-    save_file(factors, tmp_path / WEIGHTS)
-    (tmp_path / ADAPTER).write_text(json.dumps(dict(r=4, lora_alpha=4)))
-    tensor = adapted(open_tensors(tmp_path), {}, tmp_path)["x.weight"]
-    out = np.empty(shape, jnp.bfloat16)
+    tensor, out = ones(tmp_path, 8192, 1), np.empty(shape, jnp.bfloat16)
     tracemalloc.start()
     read_tensor(tensor, None, shape, ((0, 8192), (0, 2048)), out)
     assert tracemalloc.get_traced_memory()[1] < 8e6
     tracemalloc.stop()
     assert (out == 5).all()
+
+
+@pytest.mark.parametrize("dtype, want", [("float32", 1 + 2**-10), ("bfloat16", 1)])
+def test_a_sum_is_rounded_to_the_dtype_that_was_asked_for(tmp_path, dtype, want):
+    out = np.empty((8, 2048), jnp.dtype(dtype))
+    read_tensor(ones(tmp_path, 8, 2**-12), None, out.shape, ((0, 8), (0, 2048)), out)
+    assert (out == want).all()
 
 
 def test_the_base_model_is_found_and_each_process_must_have_the_adapter(monkeypatch):

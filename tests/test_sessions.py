@@ -453,6 +453,14 @@ def test_log_probabilities_of_what_is_no_text_are_refused(ids, told):
         log_probabilities(model_of("gpt2"), ids)
 
 
+@pytest.mark.parametrize(
+    "ids, kind", [([[1, 2]], r"int64\[1, 2\]"), ([1.5], "float64"), ("a", "U1")]
+)
+def test_ids_are_a_list_of_whole_numbers(ids, kind):
+    with pytest.raises(TypeError, match=f"a list of whole numbers, not <?{kind}"):
+        log_probabilities(model_of("gpt2"), ids)
+
+
 # ---- beginnings that are held
 
 

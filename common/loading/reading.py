@@ -102,13 +102,14 @@ def read_tensor(
         spans(n, m, p, order if order is not None and order.axis == axis else None)
         for n, m, p, axis in zip(tensor.shape, padded, part, axes, strict=True)
     )
-    same_rows = (out.shape[1:], out.dtype) == (tensor.shape[1:], DTYPES[tensor.dtype])
+    kind = DTYPES["F32" if tensor.added else tensor.dtype]  # an adapter adds in float32
+    same_rows = (out.shape[1:], out.dtype) == (tensor.shape[1:], kind)
     is_whole = columns == [[Span(0, 0, n)] for n in tensor.shape[1:]]
     in_place = same_rows and is_whole and out.flags.c_contiguous  # no cast needed
     for stored, some in stored_rows(tensor, rows):
         for to, chunk in chunks(stored, some, out if in_place else None):
             if limits is not None:
-                check_finite(stored, chunk, limits)
+                check_finite(stored, chunk, LIMITS["F32"] if stored.added else limits)
             if in_place:
                 continue
             for pieces in itertools.product(*columns):
@@ -135,7 +136,7 @@ def chunks(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Reads rows, about READ_BYTES at a time. Yields each chunk and the position that it goes to.
     Each is read into its place in `out`, or into an array that the next one overwrites."""
-    shape, dtype = tensor.shape[1:], DTYPES[tensor.dtype]
+    shape, dtype = tensor.shape[1:], DTYPES["F32" if tensor.added else tensor.dtype]
     step = max(1, READ_BYTES // (math.prod(shape) * dtype.itemsize))
     scratch = np.empty((step, *shape), dtype)
     with open(tensor.file, "rb", buffering=0) as f:
@@ -149,10 +150,11 @@ def chunks(
 def read_rows(file: Any, tensor: StoredTensor, start: int, out: np.ndarray) -> None:
     """Fills `out` with rows of a tensor, from `start` on."""
     if (words := tensor.words) is None:
-        read_into(file, tensor.offset + start * (out.nbytes // len(out)), out)
-        if tensor.added is not None:
+        stored = np.empty(out.shape, DTYPES[tensor.dtype]) if tensor.added else out
+        read_into(file, tensor.offset + start * (stored.nbytes // len(stored)), stored)
+        if tensor.added:
             with np.errstate(all="ignore"):  # `check_finite` comes later
-                np.add(out, tensor.added(start, start + len(out)), out=out, casting="unsafe")
+                np.add(stored, tensor.added(start, start + len(out)), out=out)
         return
     per_word = len(words.places) if words.axis == 0 else 1  # rows
     first, last = start // per_word, -(-(start + len(out)) // per_word)

@@ -3,7 +3,6 @@ tests. Generation computes only the logits of the last token."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import index
 from typing import Any, NamedTuple
 
 import jax
@@ -118,16 +117,18 @@ def log_probabilities(model: Model, ids: Sequence[int]) -> jax.Array:
     """The log-probabilities [T, vocab_size] of what may follow each of T tokens, in float32.
     ValueError if there are none or too many, or one is not in the vocabulary."""
     limit, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
-    if not 1 <= len(ids) <= limit:
-        raise ValueError(f"there must be 1 to {limit} tokens, not {len(ids)}")
-    if wrong := [i for i in ids if not 0 <= index(i) < vocab_size]:
+    if (ids_T := np.asarray(ids)).ndim != 1 or (ids_T.size and ids_T.dtype.kind not in "iu"):
+        raise TypeError(f"ids must be a list of whole numbers, not {ids_T.dtype}{[*ids_T.shape]}")
+    if not 1 <= len(ids_T) <= limit:
+        raise ValueError(f"there must be 1 to {limit} tokens, not {len(ids_T)}")
+    if (wrong := ids_T[(ids_T < 0) | (ids_T >= vocab_size)]).size:
         raise ValueError(f"the id {wrong[0]} is not in [0, {vocab_size})")
     mesh, rows = model.mesh, model.mesh.shape[DATA]
     dtype = cache_dtype(model.dtype, model.on_cpu)
-    cache = init_state(model.module, model.config, rows, len(ids), dtype, mesh).cache
-    tokens_BT = np.tile(np.asarray(ids, np.int32), (rows, 1))  # a slot for each data shard
+    cache = init_state(model.module, model.config, rows, len(ids_T), dtype, mesh).cache
+    tokens_BT = np.tile(ids_T.astype(np.int32), (rows, 1))  # a slot for each data shard
     parts = list[Any]()
-    for i in range(0, len(ids), APPENDED):  # a ring takes no more at once
+    for i in range(0, len(ids_T), APPENDED):  # a ring takes no more at once
         part_BT = tokens_BT[:, i : i + APPENDED]
         end_B = np.full(rows, i + part_BT.shape[1], np.int32)
         scores, cache = logits(model.module, model.weights, cache, part_BT, end_B, **model.static)
