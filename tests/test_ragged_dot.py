@@ -2,6 +2,7 @@
 else."""
 
 import functools
+import itertools
 import re
 from typing import Any, NamedTuple
 
@@ -206,16 +207,18 @@ def test_newer_chips_that_compute_in_other_ways_give_the_same(case, generation, 
 
 
 def test_every_4_bit_float_is_exact_with_scales_of_many_magnitudes():
-    """On each kind of chip: a row of x has a single 1, so a product is one weight."""
+    """On each kind of chip, with many rows and with few: a row of x has a single 1, so a product is
+    one weight."""
     codes = np.arange(256, dtype=np.uint8).reshape(1, 1, 256)
     scale = np.array([[[3, 30, 90, 126, 127, 128, 150, 200] * 2]], np.uint8)
     w = jax.tree.map(lambda a: np.repeat(a, 32, 1), Mxfp4(codes, scale))
     x, want = jnp.eye(512, dtype=BF16), matrices(w)[0].T
-    for generation in (5, 6, 7):
+    for generation, rows in itertools.product((5, 6, 7), (np.arange(512), np.arange(8) * 67 + 40)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tpu_module, "generation_of_chip", lambda g=generation: g)
-            y = ragged_dot(x, w, np.array([512]), out_dtype=F32, implementation="tpu")
-        np.testing.assert_array_equal(y, want)
+            sizes = np.array([len(rows)])
+            y = ragged_dot(x[rows], w, sizes, out_dtype=F32, implementation="tpu")
+        np.testing.assert_array_equal(y, want[rows])
 
 
 @pytest.mark.one_in(2)

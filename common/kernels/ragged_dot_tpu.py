@@ -40,6 +40,7 @@ from common.kernels.tile_products import (
 from common.kernels.varying import vary_like
 from common.quant import (
     FP8_BLOCK,
+    MXFP4_GROUP,
     Fp8,
     Grouped,
     Matrix,
@@ -56,11 +57,11 @@ SUBLANES = 8
 BUDGET = 12 << 20
 TILE_ROWS = (128, 64, 32, 16)  # the smaller ones if I is so large that nothing else fits
 MANY_ROWS, MOST_ROWS = 256, 512  # in a tile, if experts have as many on average; if there is one
-MAX_NUMBERS = 1 << 22  # of a matrix in a tile; the unrolled program grows with it
+MAX_NUMBERS = 1 << 23  # of a matrix in a tile; the unrolled program grows with it
 STEP_NUMBERS = 1 << 18  # the numbers that a step could multiply while it does all else
 GROUPS = (8, 16, 32, 64)  # numbers that share a scale; multiples of 128 are taken as well
-# The scales multiply the sums of groups if x has at most FEW_ROWS rows, and none is repeated; or
-# at most MOST_REPEATED rows, counting the repeats.
+# The scales of Grouped multiply the sums of groups if x has at most FEW_ROWS rows, and none is
+# repeated; or at most MOST_REPEATED rows, counting the repeats.
 MOST_REPEATED = 32
 
 
@@ -111,9 +112,9 @@ def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSi
     is_widened = not jnp.issubdtype(jax.tree.leaves(w_EOI)[0].dtype, jnp.floating)
     is_high = generation_of_chip() > 6 or (generation_of_chip() == 6 and is_widened)
     many = MOST_ROWS if E == 1 else MANY_ROWS if is_high else TILE_ROWS[0]
-    few = TILE_ROWS[-1]
+    few, is_worth_it = _few(w_EOI), generation_of_chip() != 6 or isinstance(w_EOI, Mxfp4)
     limits: tuple[int, ...] = (many, *TILE_ROWS) if many * E <= M else TILE_ROWS
-    if _repeats(w_EOI, few, few) and generation_of_chip() < 6 and few * E >= 2 * M:
+    if _repeats(w_EOI, few, few) and is_worth_it and few * E >= 2 * M:
         limits = (few,)  # scales that multiply sums take less time, though each tile has fewer rows
     for limit in limits:
         rows = M if limit >= M else limit
@@ -156,13 +157,20 @@ def _group(w_EOI: Matrix) -> int:
     return w_EOI.values.shape[1] // w_EOI.scale.shape[1] if isinstance(w_EOI, Grouped) else 0
 
 
+def _few(w_EOI: Matrix) -> int:
+    """Returns the rows of the smallest tile. A product of mxfp4 has each of them 8 times, and only
+    a v6e multiplies by 8 * 16 rows while the next matrix arrives."""
+    return SUBLANES if isinstance(w_EOI, Mxfp4) and generation_of_chip() != 6 else TILE_ROWS[-1]
+
+
 def _repeats(w_EOI: Matrix, rows: int, M: int) -> int:
-    """Returns how often x is repeated so that the scales of `Grouped` can multiply sums of groups;
-    0 if they multiply the weights."""
-    group = _group(w_EOI)
+    """Returns how often x is repeated so that scales can multiply sums of groups; 0 if they
+    multiply the weights."""
+    group, whole = _group(w_EOI), rows == M or rows % SUBLANES == 0
     repeats = max(1, LANES // group) if group else 0
     most = FEW_ROWS if repeats == 1 else MOST_REPEATED
-    whole = rows == M or rows % SUBLANES == 0
+    if isinstance(w_EOI, Mxfp4):  # a product takes 256 columns
+        repeats, most = MXU // MXFP4_GROUP, MXU // MXFP4_GROUP * _few(w_EOI)
     return repeats if whole and repeats * rows <= most else 0
 
 

@@ -10,8 +10,9 @@ weights, the other units have time. What is cheapest depends on the form and on 
   columns of x, which may be several groups: then they are repeated, each time with zeros in all
   groups but one. With more rows, the scales multiply the weights.
 - Mxfp4 holds two neighbours of a row in a byte. A tpu7x transposes the bytes, of which its 4-bit
-  floats then are rows. For other chips, x is split into even and odd columns. Shifts make 8-bit
-  floats of the 4-bit ones, the scales multiply these, and the two products are added.
+  floats then are rows. For other chips, x is split into even and odd columns, and shifts make 8-bit
+  floats of the 4-bit ones. With few rows, the scales multiply the sums of 8 groups, as in Grouped.
+  With more rows, they multiply the weights.
 """
 
 import re
@@ -69,8 +70,12 @@ def multiply_tile(
         return _multiply_groups(x_0, w_0, scale.at[0], rows)
     if form is Grouped:
         return _multiply_widened(x_0, _parts_of_groups(w_0, scale.at[0]), dtype)
+    if form is Mxfp4 and repeats and generation > 6:
+        return _multiply_groups_of_fp4(x_0, w_0, scale.at[0], rows)
+    if form is Mxfp4 and repeats:
+        return _multiply_groups_of_planes(x, w_0, scale.at[0], rows)
     if form is Mxfp4 and generation > 6:
-        return _multiply_widened(x_0, _parts_of_fp4(w_0, scale.at[0]), dtype)
+        return _multiply_widened(x_0, _parts_of_fp4(w_0, scale.at[0], AT_ONCE), dtype)
     if form is Mxfp4:
         return _multiply_mxfp4(x, w_0, scale.at[0], dtype)
     if form is Fp8 and generation > 6 and rows > FEW_ROWS:
@@ -135,13 +140,43 @@ def _widened_fp8(w: Any, scale: Any, first: Array, dtype: Any) -> Array:
 def _multiply_groups(x: Any, w: Any, scale: Any, rows: int) -> Array:
     """Multiplies x [rows, I] by w [I, columns]: float32 [rows, columns]. The scales multiply sums
     of groups, and x has a multiple of 8 rows."""
-    y, n = jnp.zeros((rows, w.shape[1]), jnp.float32), x.shape[0]
+    y = jnp.zeros((rows, w.shape[1]), jnp.float32)
     for at, some_scales in _steps(w, scale, LANES):
-        some_scales = some_scales.astype(jnp.float32)
         x_at = _repeated(x[:, at], len(some_scales))
-        sums = multiply(x_at, _narrow(w[at], x.dtype), 0)
-        for j in range(len(some_scales)):
-            y = y + sums[j * n : j * n + rows] * some_scales[j : j + 1]
+        y = _add_groups(y, x_at, w[at], some_scales.astype(jnp.float32), 0)
+    return y
+
+
+def _multiply_groups_of_fp4(x: Any, w: Any, scale: Any, rows: int) -> Array:
+    """The same for w [columns, I / 2], on a tpu7x."""
+    y = jnp.zeros((rows, w.shape[0]), jnp.float32)
+    for at, codes, power in _parts_of_fp4(w, scale, LANES):
+        x_at = _repeated(x[:, at], len(power))
+        y = _add_groups(y, x_at, codes.astype(jnp.float8_e4m3fn), power, 0)
+    return y
+
+
+def _multiply_groups_of_planes(x: Any, w: Any, scale: Any, rows: int) -> Array:
+    """The same for x [2, rows, I / 2] and w [columns, I / 2], on other chips."""
+    (columns, n_bytes), group = w.shape, MXFP4_GROUP // 2
+    parts = [slice(n, min(n + MXU, columns)) for n in range(0, columns, MXU)]
+    power = [_e5m2_scales(scale[part]).T for part in parts]
+    y = [jnp.zeros((rows, part.stop - part.start), jnp.float32) for part in parts]
+    for k in range(0, n_bytes, LANES):
+        at = slice(k, min(k + LANES, n_bytes))
+        own = slice(at.start // group, at.stop // group)
+        x_at = _repeated(jnp.concatenate([x[0, :, at], x[1, :, at]], 1), own.stop - own.start, 2)
+        for i, part in enumerate(parts):
+            wide = jnp.concatenate(_e5m2_planes(w[part, at]), 1)
+            y[i] = _add_groups(y[i], x_at, wide, power[i][own], 1)
+    return jnp.concatenate(y, 1)
+
+
+def _add_groups(y: Array, x: Array, w: Array, scale: Array, contract: int) -> Array:
+    """Adds x times w to y. x is repeated for each group, and w's axis `contract` is summed over."""
+    sums, n = multiply(x, _narrow(w, x.dtype), contract), len(x) // len(scale)
+    for j in range(len(scale)):
+        y = y + sums[j * n : j * n + len(y)] * scale[j : j + 1]
     return y
 
 
@@ -160,21 +195,24 @@ def _parts_of_groups(w: Any, scale: Any) -> Iterator[tuple[slice, Array, Array]]
     return ((at, w[at], some_scales) for at, some_scales in _steps(w, scale, AT_ONCE))
 
 
-def _parts_of_fp4(w: Any, scale: Any) -> Iterator[tuple[slice, Array, Array]]:
-    """Transposes w [columns, I / 2] while a byte still holds two neighbours: they become rows."""
+def _parts_of_fp4(w: Any, scale: Any, step: int) -> Iterator[tuple[slice, Array, Array]]:
+    """Transposes w [columns, I / 2], `step` bytes of a row at a time, while a byte still holds two
+    neighbours: they become rows."""
     power = e8m0(scale[...].astype(jnp.int32)).T
-    for k in range(0, w.shape[1], AT_ONCE):
-        end = min(k + AT_ONCE, w.shape[1])
+    for k in range(0, w.shape[1], step):
+        end = min(k + step, w.shape[1])
         codes = pltpu.bitcast(w[:, k:end].T, jnp.float4_e2m1fn)
         some_powers = power[2 * k // MXFP4_GROUP : 2 * end // MXFP4_GROUP]
         yield slice(2 * k, 2 * end), codes, some_powers
 
 
-def _repeated(x: Array, groups: int) -> Array:
-    """Repeats x [n, columns] once for each group of columns, with zeros in all other groups."""
+def _repeated(x: Array, groups: int, planes: int = 1) -> Array:
+    """Repeats x [n, columns] once for each group of columns, with zeros in all other groups. A
+    group has as many columns of each plane."""
     if groups == 1:
         return x
-    group = lax.broadcasted_iota(jnp.int32, x.shape, 1) // (x.shape[1] // groups)
+    width = x.shape[1] // planes
+    group = lax.broadcasted_iota(jnp.int32, x.shape, 1) % width // (width // groups)
     wide = x.astype(jnp.float32)
     repeats = [jnp.where(group == j, wide, 0) for j in range(groups)]
     return jnp.concatenate(repeats).astype(x.dtype)
@@ -198,8 +236,7 @@ def _multiply_mxfp4(x: Any, w: Any, scale: Any, dtype: Any) -> Array:
     step = LANES if few else 4 * LANES
     for n in range(0, columns, MXU):
         rows_of_w = slice(n, min(n + MXU, columns))
-        exponents = scale[rows_of_w].astype(jnp.int32)
-        power = e8m0(jnp.minimum(exponents + E5M2_BIAS, 255)).astype(jnp.bfloat16)
+        power = _e5m2_scales(scale[rows_of_w]).astype(jnp.bfloat16)
         y = jnp.zeros((x.shape[1], rows_of_w.stop - n), jnp.float32)
         for k in range(0, n_bytes, step):
             planes: tuple[list[Array], list[Array]] = [], []
@@ -215,14 +252,20 @@ def _multiply_mxfp4(x: Any, w: Any, scale: Any, dtype: Any) -> Array:
     return jnp.concatenate(products, 1)
 
 
+def _e5m2_scales(exponents: Array) -> Array:
+    """The scales that go with `_e5m2_planes`, in float32."""
+    return e8m0(jnp.minimum(exponents.astype(jnp.int32) + E5M2_BIAS, 255))
+
+
 def _e5m2_planes(codes: Array) -> tuple[Array, Array]:
     """Converts bytes of two 4-bit floats each to 8-bit floats, which are 2 ** -E5M2_BIAS times as
     large: the ones in the low bits, and those in the high bits. Both kinds have a sign, then the
-    exponent, then the mantissa. Four bytes are shifted at a time."""
+    exponent, then the mantissa. Four bytes are shifted at a time; adding 7 carries a sign along."""
     word = pltpu.bitcast(codes, jnp.int32)
-    low = (word & 0x07070707) << 1 | (word & 0x08080808) << 4
-    high = lax.shift_right_logical(word, 3) & 0x0E0E0E0E | word & jnp.int32(-0x7F7F7F80)
-    return pltpu.bitcast(low, jnp.float8_e5m2), pltpu.bitcast(high, jnp.float8_e5m2)
+    low, high = (x & 0x1E1E1E1E for x in (word << 1, lax.shift_right_logical(word, 3)))
+    planes = ((x + 0x70707070) & jnp.int32(-0x71717172) for x in (low, high))  # 0x8E in each byte
+    even, odd = (pltpu.bitcast(x, jnp.float8_e5m2) for x in planes)
+    return even, odd
 
 
 def _spread(power: Array, first: int, shape: tuple[int, int]) -> Array:
