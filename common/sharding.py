@@ -24,7 +24,7 @@ def make_mesh(
     one of several processes has none of them: it could not follow the others."""
     devices = jax.devices() if devices is None else devices
     need, axes = data * expert * tensor, f"data={data},expert={expert},tensor={tensor}"
-    if not isinstance(need, int) or min(data, expert, tensor) < 1:
+    if not isinstance(need, int | np.integer) or min(data, expert, tensor) < 1:
         raise ValueError(f"mesh axes must be whole numbers of at least 1: {axes}")
     if need > len(devices):
         raise ValueError(f"mesh {axes} needs {need} devices, but only {len(devices)} are available")

@@ -127,6 +127,7 @@ def test_a_mesh_that_makes_no_sense_is_refused(text):
 
 
 def test_an_axis_is_a_whole_number():
+    assert make_mesh(tensor=np.int64(2)).size == 2
     for wrong in (2.0, -2, 0):
         with pytest.raises(ValueError, match="whole numbers of at least 1: data=1,expert=1,tensor"):
             make_mesh(tensor=wrong)

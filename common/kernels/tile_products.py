@@ -260,7 +260,8 @@ def _e5m2_scales(exponents: Array) -> Array:
 def _e5m2_planes(codes: Array) -> tuple[Array, Array]:
     """Converts bytes of two 4-bit floats each to 8-bit floats, which are 2 ** -E5M2_BIAS times as
     large: the ones in the low bits, and those in the high bits. Both kinds have a sign, then the
-    exponent, then the mantissa. Four bytes are shifted at a time; adding 7 carries a sign along."""
+    exponent, then the mantissa. Four bytes are shifted at a time. To add 0x70 carries a sign from
+    bit 4 to bit 7."""
     word = pltpu.bitcast(codes, jnp.int32)
     low, high = (x & 0x1E1E1E1E for x in (word << 1, lax.shift_right_logical(word, 3)))
     planes = ((x + 0x70707070) & jnp.int32(-0x71717172) for x in (low, high))  # 0x8E in each byte
