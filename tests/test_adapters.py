@@ -28,6 +28,7 @@ from common.machines.hosts import facts_of
 from common.quant import INT8
 from common.serving.load import load
 from common.sharding import make_mesh, parse_mesh
+from llama3 import model as llama3
 
 ADAPTERS, full = FIXTURES / "adapters", pytest.mark.full
 SETTINGS = {path.name: json.loads((path / ADAPTER).read_text()) for path in ADAPTERS.iterdir()}
@@ -46,7 +47,9 @@ def loaded(name, axes="", directory=None, base=None, **options):
     )
     config = model.config_from_hf(hf_config(family, variant))
     options |= dict(adapter=directory or ADAPTERS / name)
-    weights = load_weights(where, model, config, mesh, "float32", **options)
+    dtype = "bfloat16" if "bf16" in variant else "float32"  # in which PEFT merged them
+    weights = load_weights(where, model, config, mesh, dtype, **options)
+    weights = jax.tree.map(lambda a: a.astype("float32") if a.dtype == dtype else a, weights)
     return Engine(model, config, weights, mesh, "adapters", name)
 
 
@@ -179,6 +182,17 @@ def test_a_sum_is_rounded_to_the_dtype_that_was_asked_for(tmp_path, dtype, want)
     out = np.empty((8, 2048), jnp.dtype(dtype))
     read_tensor(ones(tmp_path, 8, 2**-12), None, out.shape, ((0, 8), (0, 2048)), out)
     assert (out == want).all()
+
+
+def test_a_matrix_that_is_stored_transposed_is_merged_in_float32_too(tmp_path):
+    base = load(llama3, dtype="float32")
+    wide, rows = base.config.hidden_size, base.weights.layers[0].wq.values.shape[1]
+    factors = {Q_A: np.full((1, wide), 2**-12, np.float32), Q_B: np.ones((rows, 1), np.float32)}
+    save_file(factors, tmp_path / WEIGHTS)
+    (tmp_path / ADAPTER).write_text(json.dumps(dict(peft_type="LORA", r=1, lora_alpha=1)))
+    merged = load(llama3, str(ROOT / "llama3" / "embedded"), adapter=tmp_path, dtype="float32")
+    (plain,), (made,) = (jax.tree.leaves(x.weights.layers[0].wq) for x in (base, merged))
+    np.testing.assert_array_equal(made, plain + np.float32(2**-12))
 
 
 def test_the_base_model_is_found_and_each_process_must_have_the_adapter(monkeypatch):

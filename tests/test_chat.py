@@ -310,6 +310,8 @@ def test_a_template_that_leaves_a_message_out_is_refused(directory):
     system = dict(role="system", content="there")  # a word of the other message
     message = "the chat template leaves out message 1 (role: system)"
     refused(ValueError, message, chat.encode_chat, tok, [system, USER])
+    parts = dict(role="user", content=[dict(type="text", text="He"), dict(type="text", text="y")])
+    assert chat.encode_chat(tok, [parts]) == chat.encode_chat(tok, [parts | dict(content="Hey")])
     with pytest.raises(ValueError, match="the chat template has no variable continue_final_mess"):
         chat.encode_chat(tok, [USER], continue_final_message=True)
 

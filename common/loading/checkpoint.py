@@ -117,7 +117,7 @@ def load_weights(
             nonlocal done
             at = ".".join([path, *(key.name for key in field)])
             own, source = np.dtype(declared.dtype or dtype), sources[at]
-            if chosen is not None:
+            if chosen is not None and not any(tensor.added for tensor in source.tensors):
                 own = source.dtype  # quantised from the stored numbers, not from those in `dtype`
             elif field and field[-1].name == "scale" and source.dtype in FLOATS.values():
                 own = np.dtype(jnp.promote_types(own, source.dtype))  # so no scale is rounded

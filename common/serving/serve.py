@@ -256,11 +256,8 @@ def complete(
     need = max(map(len, ids), default=0) + index(max_new_tokens)
     capacity = capacity_for(need, model.config.max_position_embeddings)
     slots = round_up(min(slots, max(1, len(ids))), model.mesh.shape[DATA])
-    settings = dict(stop_ids=tok.stop_ids) | settings
-    requests = [
-        Request(prompt, max_new_tokens, seed=(index(seed) + i) % 2**32, **settings)
-        for i, prompt in enumerate(ids)
-    ]
+    own: Any = dict(stop_ids=tok.stop_ids, max_new_tokens=max_new_tokens) | settings
+    requests = [Request(x, seed=(index(seed) + i) % 2**32, **own) for i, x in enumerate(ids)]
     texts = [""] * len(ids)
     for event in serve(start_session(model, slots, capacity), requests):
         if event.finish == "invalid":

@@ -27,6 +27,7 @@ OPEN, CLOSE = "\U000f0000", "\U000f0001"  # stand around a control token of a me
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field
 LARGEST = 1 << 24  # characters of a rendered conversation
 Messages = Sequence[Mapping[str, Any]]
+Change = Callable[[Any], Any]
 
 
 def encode_chat(tok: Tokenizer, messages: Messages, **variables: Any) -> list[int]:
@@ -103,9 +104,9 @@ def render_chat(
 def for_template(tok: Tokenizer, messages: Messages, **variables: Any) -> list[dict[str, Any]]:
     """The messages in the form that the template reads. ValueError if it leaves one out, or tools.
 
-    A developer is `system` to a template that does not know the role, and a text becomes a list of
-    parts for a template that writes only those. The reasoning of a reply gets all its names. The
-    arguments of calls become objects, or JSON text for a template that takes no objects.
+    A developer is `system` to a template that does not know the role. A text becomes a list of
+    parts, or parts become a text, if the template takes no other. The reasoning of a reply gets all
+    its names. The arguments of calls become objects, or JSON text if the template takes no objects.
     """
     if not messages or not all(isinstance(m, Mapping) for m in messages):
         raise ValueError("a conversation is a non-empty list of {'role': ..., 'content': ...}")
@@ -126,8 +127,8 @@ def for_template(tok: Tokenizer, messages: Messages, **variables: Any) -> list[d
     if format_of(tok.chat_template) == "kimi":
         name_calls(told)
     in_parts = [changed(m, text=lambda text: [dict(type="text", text=text)]) for m in told]
-    reasons = list[str]()
-    for form in (told, in_parts, [changed(m, call=with_text) for m in told]):
+    in_one, reasons = [changed(m, join=True) for m in told], list[str]()
+    for form in (told, in_parts, [changed(m, call=with_text) for m in told], in_one):
         if (reason := left_out(tok, form, variables)) is None:
             return form
         reasons.append(reason)
@@ -135,9 +136,9 @@ def for_template(tok: Tokenizer, messages: Messages, **variables: Any) -> list[d
 
 
 def changed(
-    message: dict[str, Any], text: Callable[[str], Any] = str, call: Callable[[Any], Any] = dict
+    message: dict[str, Any], text: Change = str, call: Change = dict, join: bool = False
 ) -> dict[str, Any]:
-    """The message with other texts in its content, and other calls."""
+    """The message with other texts in its content, which may be joined, and other calls."""
     content, new = message.get("content"), dict(message)
     if isinstance(content, str) and content.strip():
         new["content"] = text(content)
@@ -145,6 +146,8 @@ def changed(
         is_text = lambda part: isinstance(part, Mapping) and "text" in part
         in_part = lambda part: {**part, "text": text(part["text"])}
         new["content"] = [in_part(part) if is_text(part) else part for part in content]
+        if join and all(map(is_text, content)):
+            new["content"] = "".join(part["text"] for part in new["content"])
     if "tool_calls" in message:
         new["tool_calls"] = [call(x) for x in message["tool_calls"]]
     return new
