@@ -312,6 +312,9 @@ def test_a_template_that_leaves_a_message_out_is_refused(directory):
     refused(ValueError, message, chat.encode_chat, tok, [system, USER])
     parts = dict(role="user", content=[dict(type="text", text="He"), dict(type="text", text="y")])
     assert chat.encode_chat(tok, [parts]) == chat.encode_chat(tok, [parts | dict(content="Hey")])
+    parts["content"].append(dict(type="image_url", image_url=dict(url="http://x/y.png")))
+    with pytest.raises(ValueError, match="the content of a message must be text, not"):
+        chat.encode_chat(tok, [parts])
     with pytest.raises(ValueError, match="the chat template has no variable continue_final_mess"):
         chat.encode_chat(tok, [USER], continue_final_message=True)
 
@@ -349,6 +352,7 @@ def test_the_files_of_gpt2_may_have_added_tokens_and_a_space_before_texts(tmp_pa
         (dict(temperature=0.6, top_p=0.9), dict(temperature=0.6, top_p=0.9)),
         (dict(do_sample=True, top_k=20), dict(temperature=1.0, top_k=20)),
         (dict(do_sample=False, temperature=0.6), dict(temperature=0.0)),
+        (dict(do_sample=False, top_p=0.9), dict(temperature=0.0, top_p=0.9)),
         (dict(eos_token_id=2), {}),
     ],
     ids=str,

@@ -245,9 +245,9 @@ def test_prompts_that_several_cpus_read_while_they_compile_are_not_timed():
         (Request([1], 0), "max_new_tokens must be at least 1, got 0"),
         (Request([1], 4, temperature=-1.0), "temperature must be"),
         (Request([1], 4, top_p=0.0), "top_p must be"),
-        (Request([1], 2.5), "max_new_tokens, logprobs and the ids in .* must be whole numbers"),
-        (Request([1], 4, logprobs=1.5), "in pairs of logit_bias must be whole numbers"),
-        (Request([1], 4, logit_bias={2: -1.0}), "in pairs of logit_bias must be whole numbers"),
+        (Request([1], 2.5), "max_new_tokens, logprobs and the ids of .* must be whole numbers"),
+        (Request([1], 4, logprobs=1.5), "the ids of logit_bias must be whole numbers"),
+        (Request([1], 4, logit_bias={"a": -1.0}), "the ids of logit_bias must be whole numbers"),
         (Request([1.5], 4), "prompt 2, stop_ids, max_new_tokens, logprobs and"),
         (Request([1], 4, stop_ids=5), "must be whole numbers"),
         (Request(b"HAMLET.", 4), "prompt 2 must be a list of ids, not bytes"),
@@ -383,7 +383,13 @@ def test_a_wrong_kind_of_thing_is_told_apart(session):
         complete(session.model, np.array(PROMPTS[0]), 5)
     with pytest.raises(ValueError, match="slots must be an integer of at least 1, got 0"):
         complete(session.model, ["HAMLET."], 5, slots=0)
+    biased = [complete(session.model, ["A"], 2, logit_bias=x) for x in ({7: 99.0}, [(7, 99.0)])]
+    assert biased[0] == biased[1] == [decode(session.model.tokenizer, [7, 7])]
     llama, cache = session.model, model.init_state(session.model.config, 1, 6, jnp.float32).cache
+    tokens_BT, end_B = jnp.ones((2, 4), int), jnp.array([4, 3])  # the second one leaves padding out
+    two = model.init_state(llama.config, 2, 6, jnp.float32).cache
+    found, _ = logits(model, llama.weights, two, tokens_BT, end_B, **llama.static)
+    assert np.isfinite(found[0]).all() and np.isnan(found[1]).all()
     with pytest.raises(ValueError, match="the cache has room for 6 tokens"):
         given = llama.weights, cache, jnp.array([[1] * 7]), jnp.array([7])
         logits(model, *given, config=llama.config, mesh=llama.mesh)

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from common.loading.files import read_json_if_there
-from common.sampling import PENALTIES, check
+from common.sampling import check
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Keys that are not noted: do_sample, which is read; ids, which `load_tokenizer` reads; limits of
-# length, which a request sets; and what concerns the program that wrote the file.
+# Not noted: what is read elsewhere, lengths, and what concerns the program that wrote the file.
 IGNORED = """
     _from_model_config bos_token_id cache_implementation do_sample eos_token_id max_length
     max_new_tokens min_length num_return_sequences output_attentions output_hidden_states
@@ -25,7 +24,7 @@ def read_generation(directory: Path) -> tuple[dict[str, float], list[str]]:
     if given.get("do_sample"):
         settings = {"temperature": 1.0, **settings}
     elif "do_sample" in given:
-        settings = {k: x for k, x in settings.items() if k in PENALTIES} | {"temperature": 0.0}
+        settings["temperature"] = 0.0  # a request that sets another one is sampled with the rest
     if settings.get("repetition_penalty") == 1:
         del settings["repetition_penalty"]
     for name, value in settings.items():

@@ -1,7 +1,6 @@
 """The OpenAI protocol: a body of JSON becomes requests of the engine.
 
-https://platform.openai.com/docs/api-reference; FIELDS has what of it is understood, and more.
-"""
+https://platform.openai.com/docs/api-reference; FIELDS has what of it is understood, and more."""
 
 import json
 import secrets

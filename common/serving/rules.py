@@ -111,7 +111,7 @@ def rules_of(
     bias_id_BN = np.full((rows, BIASES), -1, np.int32)
     bias_BN = np.zeros((rows, BIASES), np.float32)
     for row, work in works.items():
-        for i, (id_, bias) in enumerate(work.request.logit_bias):
+        for i, (id_, bias) in enumerate(dict(work.request.logit_bias).items()):
             bias_id_BN[row, i], bias_BN[row, i] = id_, bias
         for value_B, name in zip(penalties, PENALTIES, strict=True):
             value_B[row] = getattr(work.request, name)

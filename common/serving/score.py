@@ -47,7 +47,8 @@ def logits(
 ) -> tuple[Any, Any]:
     """Runs `forward` of a model file, or another function like it, which returns a device's part of
     the vocabulary, on a mesh. Returns float32 logits [B, T, vocab_size] and the cache. What
-    "reference" does can be differentiated. ValueError if the cache has no room for T tokens."""
+    "reference" does can be differentiated. end_B is the length of each text after these T tokens,
+    with padding: NaN for less than T, but 0 skips a slot. ValueError if the cache has no room."""
     if tokens_BT.shape[1] > capacity_of(cache):
         raise ValueError(f"the cache has room for {capacity_of(cache)} tokens: see init_state")
     specs, cache_spec = specs_like(weights, model.weight_layout(config)), model.STATE_SPEC.cache
@@ -59,7 +60,9 @@ def logits(
         check_vma=implementation in KERNEL_FREE,
     )
     logits_BTV, cache = run(weights, cache, tokens_BT, end_B)
-    return jax.tree.map(lambda x: x[..., : config.vocab_size], logits_BTV), cache
+    is_cut_B11 = ((end_B > 0) & (end_B < tokens_BT.shape[1]))[:, None, None]
+    known = lambda x: jnp.where(is_cut_B11, jnp.nan, x[..., : config.vocab_size])
+    return jax.tree.map(known, logits_BTV), cache
 
 
 @partial(

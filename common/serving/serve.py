@@ -59,6 +59,7 @@ def submit(session: Session, request: Request) -> int:
     session.began = session.began or time.perf_counter()
     # Copies, because the caller may change what was given; and lists, because JSON has no sets.
     own = request._replace(prompt=[*map(int, request.prompt)], stop_ids=[*request.stop_ids])
+    own = own._replace(logit_bias=[*dict(request.logit_bias).items()])
     if tok := session.model.tokenizer:  # a special token has no text in the reply
         ends = tok.special_ids & {tok.backend.token_to_id(text) for text in request.stop}
         own = own._replace(stop_ids=[*own.stop_ids, *ends])

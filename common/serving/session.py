@@ -55,7 +55,7 @@ class Request(NamedTuple):
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: Sequence[tuple[int, float]] = ()  # token ids, and what is added to their logits
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()  # added to logits, by id
     grammar: str | None = None  # of llguidance, which the whole reply must fit
     keep_special: bool = False  # special tokens come as text
 
@@ -288,10 +288,10 @@ def check_request(request: Request, capacity: int, config: Any, name: str = "the
     limit, vocab_size = config.max_position_embeddings, config.vocab_size
     try:
         ids = *request.prompt, *request.stop_ids
-        biased = [i for i, _ in request.logit_bias]
-        [index(x) for x in (*ids, *biased, request.max_new_tokens, request.logprobs or 0)]
+        biases = dict(request.logit_bias)
+        [index(x) for x in (*ids, *biases, request.max_new_tokens, request.logprobs or 0)]
     except TypeError:
-        names = f"{name}, stop_ids, max_new_tokens, logprobs and the ids in pairs of logit_bias"
+        names = f"{name}, stop_ids, max_new_tokens, logprobs and the ids of logit_bias"
         raise ValueError(f"{names} must be whole numbers") from None
     if isinstance(request.prompt, str | bytes | Mapping | Set):
         raise ValueError(f"{name} must be a list of ids, not {type(request.prompt).__name__}")
@@ -312,9 +312,9 @@ def check_request(request: Request, capacity: int, config: Any, name: str = "the
         raise ValueError(f"logprobs must be in [0, {LIKELIEST}], got {request.logprobs}")
     for name in (*PARAMETERS, *PENALTIES):
         check(name, getattr(request, name))
-    if len(request.logit_bias) > BIASES:
+    if len(biases) > BIASES:
         raise ValueError(f"logit_bias has more than {BIASES} tokens")
-    for i, bias in request.logit_bias:
+    for i, bias in biases.items():
         if not 0 <= i < vocab_size or not -100 <= bias <= 100:
             what = f"ids in [0, {vocab_size}) and numbers in [-100, 100]"
             raise ValueError(f"logit_bias must have {what}, got {i}: {bias}")

@@ -84,10 +84,7 @@ def render_chat(
     """Renders a conversation in the checkpoint's own format. ValueError with the template's own
     complaint, or if its text, which is measured as it is made, is too long."""
     if tok.chat_template is None:
-        raise ValueError(
-            "the checkpoint has no chat template; give a raw prompt, or use an "
-            "instruction-tuned checkpoint"
-        )
+        raise ValueError("the checkpoint has no chat template: give raw text, or a tuned model")
     # Templates test whether a key exists, so a key whose value is None is left out.
     present = [{k: x for k, x in m.items() if x is not None} for m in messages]
     values = {"tools": None, "documents": None, **tok.special_tokens, **variables}
@@ -114,6 +111,9 @@ def for_template(tok: Tokenizer, messages: Messages, **variables: Any) -> list[d
     known, told = "developer" in literals(tok.chat_template), list[dict[str, Any]]()
     for message in messages:
         new = dict(message)
+        parts = x if isinstance(x := new.get("content") or "", list) else [dict(text=x)]
+        if not all(isinstance(x, Mapping) and isinstance(x.get("text"), str) for x in parts):
+            raise ValueError(f"the content of a message must be text, not {str(parts)[:80]}")
         if new.get("role") == "developer" and not known:
             new["role"] = "system"
         if (thoughts := next(filter(None, map(new.get, REASONING)), None)) is not None:
@@ -143,11 +143,9 @@ def changed(
     if isinstance(content, str) and content.strip():
         new["content"] = text(content)
     elif isinstance(content, list):
-        is_text = lambda part: isinstance(part, Mapping) and "text" in part
-        in_part = lambda part: {**part, "text": text(part["text"])}
-        new["content"] = [in_part(part) if is_text(part) else part for part in content]
-        if join and all(map(is_text, content)):
-            new["content"] = "".join(part["text"] for part in new["content"])
+        texts = [text(part["text"]) for part in content]
+        in_parts = [{**part, "text": x} for part, x in zip(content, texts, strict=True)]
+        new["content"] = "".join(texts) if join else in_parts
     if "tool_calls" in message:
         new["tool_calls"] = [call(x) for x in message["tool_calls"]]
     return new
