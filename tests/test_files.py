@@ -88,7 +88,7 @@ READ = {
     | dict(add_bos_token=True, chat_template="x", chat_control_tokens=["cat"]),
     GENERATION: dict(temperature=0.6, top_k=20, top_p=0.9, min_p=0.1, do_sample=True)
     | dict(repetition_penalty=1.1, eos_token_id=9),
-    INDEX: dict(weight_map=dict([*WEIGHTS.items()][1:])),
+    INDEX: dict(weight_map=WEIGHTS | {"lm_head.weight": min(WEIGHTS.values())}),
     ADAPTER: dict(base_model_name_or_path="gone", revision="x", r=6, lora_alpha=9, use_rslora=False)
     | dict(rank_pattern={}, alpha_pattern={}, fan_in_fan_out=False, target_parameters=None),
 }  # fmt: skip

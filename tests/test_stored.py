@@ -45,6 +45,18 @@ def test_an_index_is_followed_whatever_the_files_are_called(tmp_path):
     assert files_of(tmp_path) == weight_map
 
 
+def test_a_tensor_that_the_index_leaves_out_counts_and_none_may_be_in_two_files(tmp_path):
+    weight_map = write_sharded(tmp_path)
+    write_index(tmp_path, dict([*weight_map.items()][1:]))
+    assert files_of(tmp_path) == weight_map
+    name, file = next(iter(weight_map.items()))
+    other = next(x for x in weight_map.values() if x != file)
+    both = {n: TENSORS[n] for n, f in weight_map.items() if f == other or n == name}
+    save_file(both, tmp_path / other)
+    write_index(tmp_path, weight_map)
+    refused(ValueError, f"{name} is stored in {min(file, other)} as well", open_tensors, tmp_path)
+
+
 def test_several_files_without_an_index_are_read_together(tmp_path):
     weight_map = write_sharded(tmp_path)
     (tmp_path / INDEX).unlink()

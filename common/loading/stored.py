@@ -44,18 +44,15 @@ Tensors = dict[str, StoredTensor]  # by published name
 
 
 def open_tensors(directory: str | Path) -> Tensors:
-    """Returns the stored tensors by published name.
-
-    Follows the index if there is one; else opens model.safetensors; else every *.safetensors.
-    """
+    """Returns the stored tensors by published name, of the files that the index names if there is
+    one; else of model.safetensors; else of every *.safetensors."""
     directory = Path(directory)
-    if is_there(directory / INDEX):
-        return _indexed(directory)
-    if is_there(directory / SINGLE):
+    index = _read_index(directory) if is_there(directory / INDEX) else {}
+    if not index and is_there(directory / SINGLE):
         return read_header(directory / SINGLE)
     files = sorted(directory.glob("*.safetensors"))
     files = [f for f in files if not f.name.startswith("consolidated")]  # for the authors' own code
-    if not files:
+    if not (files := [directory / file for file in dict.fromkeys(index.values())] or files):
         pickles = sorted(f.name for f in directory.glob("*") if f.suffix in (".bin", ".pth", ".pt"))
         only = f", only {pickles[0]} (pickles can run code and are never opened)" if pickles else ""
         raise FileNotFoundError(f"{directory} has no model*.safetensors{only}; download these")
@@ -64,11 +61,15 @@ def open_tensors(directory: str | Path) -> Tensors:
         for name, tensor in read_header(file).items():
             if (other := tensors.setdefault(name, tensor)) is not tensor:
                 raise ValueError(f"{file}: {name} is stored in {other.file.name} as well")
+    for name, file_name in index.items():
+        if name not in tensors or tensors[name].file != directory / file_name:
+            what = f"lacks {name}, which {INDEX} says it holds; download both again"
+            raise ValueError(f"{directory / file_name} {what}")
     return tensors
 
 
-def _indexed(directory: Path) -> Tensors:
-    """Returns the tensors that the index names. ValueError if a model.safetensors that it does not
+def _read_index(directory: Path) -> dict[str, str]:
+    """Returns the file of each tensor. ValueError if a model.safetensors that the index does not
     name, which is another checkpoint, is beside it."""
     files = read_json(directory / INDEX).get("weight_map")
     if not isinstance(files, dict) or {type(file) for file in files.values()} != {str}:
@@ -82,12 +83,7 @@ def _indexed(directory: Path) -> Tensors:
         more = f", like {len(missing) - 1} other files" * (len(missing) > 1)
         what = f"is missing{more}; {INDEX} says it holds {example[missing[0]]}"
         raise FileNotFoundError(f"{directory / missing[0]} {what}")
-    headers = {file: read_header(directory / file) for file in example}
-    for name, file in files.items():
-        if name not in headers[file]:
-            what = f"lacks {name}, which {INDEX} says it holds; download both again"
-            raise ValueError(f"{directory / file} {what}")
-    return {name: headers[file][name] for name, file in files.items()}
+    return files
 
 
 def read_header(file: Path) -> Tensors:
