@@ -31,7 +31,7 @@ from llama3 import model
 
 ROOT = Path(__file__).parent.parent
 EMBEDDED = ROOT / "llama3" / "embedded"
-NO_TEXT = "[the prompt is not valid Unicode text; give a str, or UTF-8"
+NO_TEXT = "[the prompt is not valid Unicode text; give it as UTF-8"
 LONE = ["--ckpt", str(FIXTURES / "llama3" / "scaled" / "config.json"), "--random"]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -123,8 +123,9 @@ def test_saved_truncation_and_padding_do_not_touch_prompts(checkpoint):
 
 
 def test_text_that_is_not_unicode_is_an_error_of_one_line():
-    for text in ("caf\udcc3", b"caf", None):
-        refused(ValueError, "not valid Unicode", tk.encode, LLAMA3, text)
+    refused(ValueError, "not valid Unicode", tk.encode, LLAMA3, "caf\udcc3")
+    for text in (b"caf", None, ["caf"]):
+        refused(TypeError, f"a prompt is a text, not {text}", tk.encode, LLAMA3, text)
 
 
 @pytest.mark.full

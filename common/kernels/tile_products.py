@@ -173,7 +173,8 @@ def _multiply_groups_of_planes(x: Any, w: Any, scale: Any, rows: int) -> Array:
 
 
 def _add_groups(y: Array, x: Array, w: Array, scale: Array, contract: int) -> Array:
-    """Adds x times w to y. x is repeated for each group, and w's axis `contract` is summed over."""
+    """Adds x times w to y [rows, columns]. x is repeated for each group, so each has a row of sums,
+    which its scale of [groups, columns] multiplies. The axis `contract` of w is summed over."""
     sums, n = multiply(x, _narrow(w, x.dtype), contract), len(x) // len(scale)
     for j in range(len(scale)):
         y = y + sums[j * n : j * n + len(y)] * scale[j : j + 1]

@@ -45,10 +45,12 @@ def logits(
     implementation: str = AUTO,
     forward: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Runs `forward` of a model file, or another function like it, which returns a device's part of
-    the vocabulary, on a mesh. Returns float32 logits [B, T, vocab_size] and the cache. What
-    "reference" does can be differentiated. end_B is the length of each text after these T tokens,
-    with padding: NaN for less than T, but 0 skips a slot. ValueError if the cache has no room."""
+    """Runs `forward` of a model file on a mesh, or another function of the same arguments, which
+    returns a device's part of the vocabulary. Returns float32 logits [B, T, vocab_size] and the
+    cache. With implementation="reference" they can be differentiated.
+
+    end_B is the length of each text after these T tokens, and padding counts: if it is less than T,
+    the logits are NaN; 0 leaves a slot out. ValueError if the cache has no room for T tokens."""
     if tokens_BT.shape[1] > capacity_of(cache):
         raise ValueError(f"the cache has room for {capacity_of(cache)} tokens: see init_state")
     specs, cache_spec = specs_like(weights, model.weight_layout(config)), model.STATE_SPEC.cache

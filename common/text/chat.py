@@ -84,7 +84,7 @@ def render_chat(
     """Renders a conversation in the checkpoint's own format. ValueError with the template's own
     complaint, or if its text, which is measured as it is made, is too long."""
     if tok.chat_template is None:
-        raise ValueError("the checkpoint has no chat template: give raw text, or a tuned model")
+        raise ValueError("the checkpoint has no chat template: give raw text, or an instruct model")
     # Templates test whether a key exists, so a key whose value is None is left out.
     present = [{k: x for k, x in m.items() if x is not None} for m in messages]
     values = {"tools": None, "documents": None, **tok.special_tokens, **variables}

@@ -179,9 +179,11 @@ def ids_of(
     tok: Tokenizer, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False
 ) -> list[int]:
     """Encodes a text. ValueError if that cannot be, or if the text has the place of an image."""
+    if not isinstance(text, str):
+        raise TypeError(f"a prompt is a text, not {str(text)[:80]}")
     # Bytes that are not UTF-8 reach Python as surrogates.
-    if not isinstance(text, str) or text.encode(errors="ignore").decode() != text:
-        raise ValueError("the prompt is not valid Unicode text; give a str, or UTF-8")
+    if text.encode(errors="ignore").decode() != text:
+        raise ValueError("the prompt is not valid Unicode text; give it as UTF-8")
     with as_value_error("the prompt cannot be encoded"):
         # In a batch, because `encode` would let no other thread run until it is done.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
