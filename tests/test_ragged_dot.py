@@ -206,6 +206,38 @@ def test_newer_chips_that_compute_in_other_ways_give_the_same(case, generation, 
     assert_close(y, want, rtol=bound(case), what=f"{case} {generation}")
 
 
+# Experts have so many rows on average, or so few, that a step multiplies a part of its tile at a
+# time. Groups begin and end within a tile, have more rows than a part, or are in two tiles.
+PARTS = [
+    Case(1100, 4, 136, 72, bias=True),
+    Case(1100, 3, 136, 64, form=BF16, dtype=BF16, rows="all"),
+    Case(1100, 4, 136, 40, form=Rowwise, dtype=BF16, rows="most experts'", bias=True),
+    Case(1100, 4, 296, 264, form=Fp8, dtype=BF16, rows="all"),
+    Case(1030, 4, 136, 288, form=Mxfp4, rows="most experts'"),
+    Case(1030, 4, 136, 256, form=Grouped, group=64, dtype=BF16, bias=True),
+    Case(1100, 4, 56, 40, rows="one expert's"),
+    Case(1100, 4, 56, 40, rows="none"),
+    Case(60, 16, 136, 320, form=Grouped, group=64, dtype=BF16, rows="all"),
+    Case(30, 16, 136, 288, form=Mxfp4, rows="most experts'", bias=True),
+]
+
+
+@pytest.mark.one_in(7)
+@pytest.mark.parametrize("generation", [5, 6, 7])
+@pytest.mark.parametrize("case", PARTS, ids=str)
+def test_parts_of_a_tile_are_multiplied_by_the_experts_that_have_rows_in_them(
+    case, generation, monkeypatch
+):
+    monkeypatch.setattr(tpu_module, "generation_of_chip", lambda: generation)
+    monkeypatch.setattr(tpu_module, "MANY_TILE_ROWS", (512,))
+    (x, w, sizes, bias), want = make(case)
+    tiles = tpu_module.tile_sizes(x, w, case.dtype, case.dtype)
+    assert tiles.part < tiles.rows or (generation == 6 and case.form is Grouped and case.M < 512)
+    y = run((x, w, sizes, bias), "tpu")
+    assert not np.asarray(y[sizes.sum() :]).any()
+    assert_close(y, want, rtol=bound(case), what=f"{case} {generation}")
+
+
 def test_every_4_bit_float_is_exact_with_scales_of_many_magnitudes():
     """On each kind of chip, with many rows and with few: a row of x has a single 1, so a product is
     one weight."""
@@ -237,6 +269,13 @@ def test_the_result_has_the_dtype_that_is_asked_for(implementation):
 E4M3 = np.arange(256).astype(np.uint8).view(jnp.float8_e4m3fn)[[*range(127), *range(128, 255)]]
 
 
+def every_e4m3():
+    """Each number is alone in its row."""
+    values = np.zeros((1, len(E4M3), 8), E4M3.dtype)
+    values[0, np.arange(len(E4M3)), np.arange(len(E4M3)) % 8] = E4M3
+    return Fp8(values, np.full((1, 2, 1), 0.25, np.float32))
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("form", [Fp8, Mxfp4])
@@ -244,9 +283,7 @@ def test_every_number_of_a_small_float_is_itself(form, implementation):
     """Each number is alone in its row, at each place in a byte. Subnormal numbers and both zeros
     are included."""
     if form is Fp8:
-        values = np.zeros((1, len(E4M3), 8), E4M3.dtype)
-        values[0, np.arange(len(E4M3)), np.arange(len(E4M3)) % 8] = E4M3
-        w = Fp8(values, np.full((1, 2, 1), 0.25, np.float32))
+        w = every_e4m3()
     else:
         values = np.zeros((1, 32, 16), np.uint8)
         values[0, range(32), np.arange(32) % 16] = [*range(16), *(16 * np.arange(16))]
@@ -255,6 +292,14 @@ def test_every_number_of_a_small_float_is_itself(form, implementation):
     sizes = np.array([matrix.shape[2]], np.int32)
     y = run((np.eye(matrix.shape[2], dtype=np.float32), w, sizes, None), implementation)
     assert np.array_equal(y, matrix[0].T)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_v6e_widens_8_bit_floats_as_they_are(dtype, monkeypatch):
+    monkeypatch.setattr(tpu_module, "generation_of_chip", lambda: 6)
+    w, x = every_e4m3(), np.tile(np.eye(8, dtype=dtype), (16, 1))  # many rows
+    y = run((x, w, np.array([len(x)], np.int32), None), "tpu")
+    assert np.array_equal(y, np.tile(matrices(w)[0].T, (16, 1)))
 
 
 # ---- the kernel, in the strictest interpreter
@@ -267,6 +312,7 @@ STRICT_CASES = [
     Case(140, 4, 136, 40, form=BF16, rows="none"),
     Case(3, 4, 136, 160, form=Grouped),
     Case(140, 4, 136, 128, form=Grouped, dtype=BF16, bias=True),
+    Case(516, 2, 136, 40, rows="most experts'"),  # in parts
 ]
 
 
@@ -279,10 +325,11 @@ def fresh_interpreter():
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", STRICT_CASES, ids=str)
 def test_the_kernel_reads_nothing_unset_or_out_of_bounds_and_does_not_race(
-    case, fresh_interpreter, capfd
+    case, fresh_interpreter, capfd, monkeypatch
 ):
     """In this interpreter, memory that was never written holds NaN, and a copy arrives only when
     the kernel waits for it."""
+    monkeypatch.setattr(tpu_module, "generation_of_chip", lambda: 7 if case.M > 500 else 0)
     inputs, want = make(case)
     interpret = pltpu.InterpretParams(detect_races=True)
     kernel = functools.partial(ragged_dot_tpu, out_dtype=case.dtype, interpret=interpret)
@@ -588,14 +635,15 @@ def weights_written(compiled, w, shards=1):
     return found
 
 
-@pytest.mark.one_in(23)
-@pytest.mark.parametrize("M", [8, 512])
+@pytest.mark.one_in(35)
+@pytest.mark.parametrize("M", [8, 512, 2060])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_kernel_compiles_and_no_weight_is_copied(chip, width, M):
     """On a CPU host, without the kernel being asked for by name. Its temporaries are no more than x
     and y in other layouts."""
     form, E, n_out, n_in = WIDTHS[width]
+    E = min(E, 8) if M > 512 else E  # so that experts have many rows
     compiled = compile_for(chip, form, M, E, n_out, n_in)
     kernels = [op for op in operations(compiled) if "tpu_custom_call" in op.rest]
     assert [op.name.split(".")[0] for op in kernels] == ["ragged_dot"]

@@ -41,6 +41,7 @@ from common.kernels.decode_attention_tpu import decode_attention_tpu, ring_sizes
 from common.kernels.delta_rule import Tokens, delta_rule
 from common.kernels.prefill_attention_tpu import block_sizes, prefill_attention_tpu
 from common.kernels.ragged_dot import ragged_dot
+from common.kernels.ragged_dot_tpu import SUBLANES, TileSizes, list_pairs, tile_sizes
 from common.machines.chips import CHIPS, devices_of
 from common.machines.dryrun import dry_run
 from common.machines.hlo import CYCLES, Op, Program, cycles, executed, parse
@@ -98,23 +99,25 @@ NAME = re.compile(r"^\d+-|-\d+-final_bundles.txt$")  # what a file's name has ar
 EXIT = re.compile(r"scmp\.\w+\.s32\.totalorder %\S+, (\d+) /\* loop exit test")
 
 
-def count(text: str) -> int:
+def count(text: str, rounds: float = 1) -> int:
     """Counts the bundles of one operation, in all rounds of its loops, as if no branch skipped any.
     The outermost loop has two rounds more than steps, in which it only waits for the first copy and
-    for the last. A loop of unknown length counts once. A loop may test early in its body whether it
-    ends; it has all bundles that are as deep as its first one."""
+    for the last. A loop of unknown length has `rounds`. A loop may test early in its body whether
+    it ends; it has all bundles that are as deep as its first one."""
     found = [match.groups() for line in text.splitlines() if (match := BUNDLE.match(line))]
-    times, begun, depth = [1] * len(found), list[list[int]](), 0  # begun: first bundles and rounds
+    times, depth = [1.0] * len(found), 0
+    begun = list[tuple[int, float]]()  # first bundles and rounds
     for i, (tag, marks, body) in enumerate([*found, (None, "", "end")]):
         if not body.startswith("}"):  # an empty bundle has no marks, in whatever loop it is
             depth = marks.count(">")
         while len(begun) > depth or (tag == "LB" and len(begun) == depth > 0):
-            first, rounds = begun.pop()
-            times[first:i] = [rounds * n for n in times[first:i]]
-        begun += [[i, 1] for _ in range(depth - len(begun))]
+            first, own = begun.pop()
+            times[first:i] = [own * n for n in times[first:i]]
+        begun += [(i, rounds) for _ in range(depth - len(begun))]
         if depth and (test := EXIT.search(body)):
-            begun[-1][1] = int(test[1]) if depth > 1 else max(1, int(test[1]) - 2)
-    return sum(times)
+            known = int(test[1]) if depth > 1 else max(1, int(test[1]) - 2)
+            begun[-1] = begun[-1][0], known
+    return round(sum(times))
 
 
 def ask_for_code(folder: str) -> None:
@@ -170,20 +173,39 @@ def measure(store: Any, rows: int, chip: str, n_out: int, n_in: int, folder: Pat
     return f"{bundles:,} | {cycles(program):,} | {stored / 8e6:.1f}"
 
 
+def parts_in_a_step(sizes: TileSizes, M: int, E: int) -> float:
+    """How many parts of its tile a step of ragged dot multiplies on average, of steps with rows or
+    without, if all experts are equally likely to get each of the M rows."""
+    groups = np.random.default_rng(0).multinomial(M, np.full(E, 1 / E), 100)
+
+    def parts(group_sizes_E: jax.Array) -> jax.Array:
+        pairs = list_pairs(group_sizes_E, M, sizes.rows)
+        first = pairs.tile * sizes.rows
+        begin = jnp.maximum(pairs.start - first, 0) // SUBLANES * SUBLANES
+        stop = jnp.minimum(pairs.end - first, sizes.rows)
+        return jnp.where(pairs.start < pairs.end, -(-(stop - begin) // sizes.part), 0)
+
+    return float(jax.vmap(parts)(groups).mean())
+
+
 def measure_experts(store: Any, shape: tuple[int, int, int], M: int, chip: str, p: Path) -> str:
     """Compiles one ragged dot of M rows into the folder p. Returns its cells of the table."""
     (E, n_out, n_in), kind = shape, chip.split(":")[0]
     mesh = make_mesh(devices=devices_of(chip)[:1])
     put = partial(jax.ShapeDtypeStruct, sharding=jax.NamedSharding(mesh, P()))
     w = jax.tree.map(lambda a: put(a.shape, a.dtype), store(*shape))
-    x, sizes = put((M, n_in), jnp.bfloat16), put((E,), jnp.int32)
+    x, groups = put((M, n_in), jnp.bfloat16), put((E,), jnp.int32)
     run = partial(ragged_dot, implementation="tpu")
     run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     for file in p.iterdir():
         file.unlink()
-    jax.jit(run).lower(x, w, sizes).compile()
+    jax.jit(run).lower(x, w, groups).compile()
     (file,) = p.glob("*ragged_dot*[0-9]-final_bundles.txt")
-    counted, c = count(file.read_text(errors="replace")), CHIPS[kind]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # as if on that chip
+        sizes = tile_sizes(x, w, x.dtype, x.dtype)
+    assert sizes is not None
+    parts = parts_in_a_step(sizes, M, E) if sizes.part < sizes.rows else 1
+    counted, c = count(file.read_text(errors="replace"), parts), CHIPS[kind]
     stored = sum(a.size * bits_of(a.dtype) for a in jax.tree.leaves(w)) / 8
     arrive = stored / c.bandwidth * CLOCKS[kind]
     products = M * n_in * n_out / UNITS[kind]

@@ -12,9 +12,11 @@ row tiles it has. An expert without rows is in no pair, so it is not fetched. Th
 tiles + experts - 1 pairs, and the grid has that many steps. Steps that are left over name the last
 pair again, which fetches nothing.
 
-With few rows (one tile), the time is that of reading the experts that have rows. With many, a step
-does `rows` operations per weight, and `columns` operations per number of x. A tile that holds rows
-of several experts is multiplied once for each.
+A tile that holds rows of several experts is fetched once, and has a step for each. Where products
+take time, a step does not multiply all of the tile: it goes through the expert's own rows in parts,
+and only the first and the last part have rows of others. With few rows, the time is that of reading
+the experts that have rows. With many, a step does `part` operations per weight, and `columns`
+operations per number of x.
 """
 
 from collections.abc import Callable
@@ -56,7 +58,11 @@ SUBLANES = 8
 # more VMEM makes XLA keep the arrays around it in HBM.
 BUDGET = 12 << 20
 TILE_ROWS = (128, 64, 32, 16)  # the smaller ones if I is so large that nothing else fits
-MANY_ROWS, MOST_ROWS = 256, 512  # in a tile, if experts have as many on average; if there is one
+# With MANY_ROWS for each expert, little of what is around the kernel would stay in VMEM anyway. The
+# bytes for tiles are those of a chip with 64 MiB of it; a v6e has 128 MiB.
+MANY_ROWS, MANY_BUDGET, MANY_BUDGET_V6E = 256, 44 << 20, 52 << 20
+MANY_TILE_ROWS, MANY_COLUMNS = (2048, 1024, 512), 512  # the first for which so many columns fit
+MOST_ROWS = 512  # in a part, if there is one expert
 MAX_NUMBERS = 1 << 23  # of a matrix in a tile; the unrolled program grows with it
 STEP_NUMBERS = 1 << 18  # the numbers that a step could multiply while it does all else
 GROUPS = (8, 16, 32, 64)  # numbers that share a scale; multiples of 128 are taken as well
@@ -94,7 +100,9 @@ def list_pairs(group_sizes_E: Array, M: int, rows: int) -> Pairs:
 
 class TileSizes(NamedTuple):
     rows: int  # of x
+    part: int  # of these, multiplied at a time
     columns: int  # of the output; they are rows of w
+    vmem: int | None = None  # bytes that the kernel asks for; None: what the compiler gives it
 
 
 def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSizes | None:
@@ -107,35 +115,43 @@ def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSi
 
     planes = _planes(w_EOI)
     wide = planes * row(dtype, n_in // planes)
-    # A tile that holds rows of several experts is multiplied for each. So it should not be high,
-    # unless a matrix unit of 256 x 256 would wait for its weights to be widened.
-    is_widened = not jnp.issubdtype(jax.tree.leaves(w_EOI)[0].dtype, jnp.floating)
-    is_high = generation_of_chip() > 6 or (generation_of_chip() == 6 and is_widened)
-    many = MOST_ROWS if E == 1 else MANY_ROWS if is_high else TILE_ROWS[0]
+    side = MXU if generation_of_chip() > 5 else LANES  # of a matrix unit
     few, is_worth_it = _few(w_EOI), generation_of_chip() != 6 or isinstance(w_EOI, Mxfp4)
-    limits: tuple[int, ...] = (many, *TILE_ROWS) if many * E <= M else TILE_ROWS
-    if _repeats(w_EOI, few, few) and is_worth_it and few * E >= 2 * M:
-        limits = (few,)  # scales that multiply sums take less time, though each tile has fewer rows
-    for limit in limits:
-        rows = M if limit >= M else limit
-        column = rows * (2 * jnp.dtype(out_dtype).itemsize + 4)
-        column += sum(2 * row(a.dtype, width) for a, width in _tiled(w_EOI))
-        columns = (BUDGET - 2 * rows * wide) // column // LANES * LANES
-        if columns >= min(n_out, LANES):
-            break
-    else:
-        return None
-    if n_out <= LANES:  # bytes of 4-bit floats are shifted as words of four rows
-        return TileSizes(rows, LANES if isinstance(w_EOI, Mxfp4) else n_out)
-    most = max(LANES, min(columns, n_out // LANES * LANES, MAX_NUMBERS // n_in // LANES * LANES))
 
-    unit = MXU if generation_of_chip() > 5 and rows > FEW_ROWS else LANES  # multiplied at a time
+    def fitting(limit: int, part: int, budget: int = BUDGET) -> TileSizes:
+        """Tiles of at most `limit` rows. Parts begin at a multiple of 8."""
+        rows = limit if limit < M else M if part >= M else pl.cdiv(M, SUBLANES) * SUBLANES
+        part = min(part, rows)
+        column = 2 * rows * jnp.dtype(out_dtype).itemsize + 4 * part
+        column += sum(2 * row(a.dtype, width) for a, width in _tiled(w_EOI))
+        columns = (budget - 2 * rows * wide) // column // LANES * LANES
+        return TileSizes(rows, part, columns, None if budget == BUDGET else budget + (8 << 20))
+
+    options = [fitting(limit, limit) for limit in TILE_ROWS]
+    if M >= MANY_ROWS * E and generation_of_chip() > 4:
+        # A matrix unit takes in weights while it multiplies as many rows as it has. So many are in
+        # a part, and an eighth more, because some groups are larger than others.
+        part = side * 9 // 8 if E > 1 else MOST_ROWS
+        budget = MANY_BUDGET_V6E if generation_of_chip() == 6 else MANY_BUDGET
+        many = [fitting(limit, part, budget) for limit in MANY_TILE_ROWS]
+        options = ([x for x in many if x.columns >= MANY_COLUMNS] or many[-1:]) + options
+    elif _repeats(w_EOI, few, few) and is_worth_it and few * E >= 2 * M:
+        # Scales that multiply sums take less time, though each part has fewer rows.
+        options = [fitting(TILE_ROWS[0], few)]
+    options = [x for x in options if x.columns >= min(n_out, LANES)]
+    if not options:
+        return None
+    sizes = options[0]
+    if n_out <= LANES:  # bytes of 4-bit floats are shifted as words of four rows
+        return sizes._replace(columns=LANES if isinstance(w_EOI, Mxfp4) else n_out)
+    widest = min(sizes.columns, n_out // LANES * LANES, MAX_NUMBERS // n_in // LANES * LANES)
+    unit = side if sizes.part > FEW_ROWS else LANES  # columns that are multiplied at a time
 
     def cost(columns: int) -> int:
         multiplied = pl.cdiv(columns, unit) * unit * n_in
         return pl.cdiv(n_out, columns) * (multiplied + STEP_NUMBERS)
 
-    return TileSizes(rows, min(range(most, 0, -LANES), key=cost))
+    return sizes._replace(columns=min(range(max(LANES, widest), 0, -LANES), key=cost))
 
 
 def _planes(w_EOI: Matrix) -> int:
@@ -215,26 +231,26 @@ class Operands(NamedTuple):
     bias: Any  # [8 experts, columns], or None
 
 
-def _kernel(*refs: Any, form: type, repeats: int, generation: int) -> None:
+def _kernel(*refs: Any, form: type, part: int, repeats: int, generation: int) -> None:
     """Runs one step. `refs` are the pairs, the operands, and the output [rows, columns]. `form` is
     how w is stored."""
     pairs, (x, w, w_scale, bias), y = Pairs(*refs[:5]), *refs[5:]
     n, s = pl.program_id(0), pl.program_id(1)
     before, (rows, columns) = jnp.maximum(s - 1, 0), y.shape
-    start, end = pairs.start[s], pairs.end[s]
+    start, end, first = pairs.start[s], pairs.end[s], pairs.tile[s] * rows
 
     @pl.when((s == 0) | (pairs.tile[s] != pairs.tile[before]))
     def zero() -> None:
         y[...] = jnp.zeros_like(y)
 
-    @pl.when(start < end)
-    def multiply() -> None:
+    def multiply(x: Any, at: Any) -> None:
+        """Multiplies x, which are `part` rows of the tile, from row `at` on."""
         product = multiply_tile(
             x,
             w,
             w_scale,
             form,
-            rows=rows,
+            rows=part,
             repeats=repeats,
             block=n * (columns // FP8_BLOCK),
             generation=generation,
@@ -244,8 +260,23 @@ def _kernel(*refs: Any, form: type, repeats: int, generation: int) -> None:
             product = product * w_scale[mine]
         if bias is not None:
             product = product + bias[mine]
-        row = pairs.tile[s] * rows + lax.broadcasted_iota(jnp.int32, y.shape, 0)
-        y[...] = jnp.where((row >= start) & (row < end), product.astype(y.dtype), y[...])
+        row = first + at + lax.broadcasted_iota(jnp.int32, product.shape, 0)
+        into = pl.ds(at, part)
+        y[into] = jnp.where((row >= start) & (row < end), product.astype(y.dtype), y[into])
+
+    @pl.when(start < end)
+    def multiply_rows() -> None:
+        if part == rows:
+            return multiply(x, 0)
+        begin = jnp.maximum(start - first, 0) // SUBLANES * SUBLANES
+
+        def multiply_part(i: Array, _: None) -> None:
+            at = jnp.minimum(begin + i * part, rows - part)
+            at = pl.multiple_of(at, SUBLANES)
+            multiply(x.at[:, pl.ds(at, part)], at)
+
+        stop = jnp.minimum(end - first, rows)
+        return lax.fori_loop(0, pl.cdiv(stop - begin, part), multiply_part, None)
 
 
 # ---- the call
@@ -317,10 +348,10 @@ def ragged_dot_tpu(
     dtype, planes = _compute_dtype(x_MI, w_EOI), _planes(w_EOI)
     sizes = tile_sizes(x_MI, w_EOI, dtype, out_dtype)
     assert sizes is not None
-    repeats = _repeats(w_EOI, sizes.rows, M)
+    repeats = _repeats(w_EOI, sizes.part, M)
     of_y = jax.typeof(vary_like(jnp.zeros(()), x_MI, *jax.tree.leaves(w_EOI))).manual_axis_type
-    known = isinstance(group_sizes_E, np.ndarray)  # then the list is a constant of the program
-    with jax.ensure_compile_time_eval() if known else nullcontext():
+    is_known = isinstance(group_sizes_E, np.ndarray)  # the list is a constant of the program
+    with jax.ensure_compile_time_eval() if is_known else nullcontext():
         pairs = list_pairs(jnp.asarray(group_sizes_E), M, sizes.rows)
     w, scale = (*jax.tree.leaves(w_EOI), None)[:2]
     if not interpret:  # otherwise XLA may copy all of w onto the chip first, if it fits
@@ -337,16 +368,21 @@ def ragged_dot_tpu(
     grid = (pl.cdiv(n_out, sizes.columns), len(pairs.expert))
     read = min(E, M) * sum(a.size * bits_of(a.dtype) // 8 for a in jax.tree.leaves(w_EOI)) // E
     written = M * n_out * jnp.dtype(out_dtype).itemsize
+    known: Any = dict(form=type(w_EOI), part=sizes.part, repeats=repeats)
     y_MO: Array = pl.pallas_call(
-        partial(_kernel, form=type(w_EOI), repeats=repeats, generation=generation_of_chip()),
+        partial(_kernel, generation=generation_of_chip(), **known),
         out_shape=jax.ShapeDtypeStruct((M, n_out), out_dtype, manual_axis_type=of_y),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(pairs),
             grid=grid,
             in_specs=[_specs(type(w_EOI), operands, sizes, repeats)],
-            out_specs=pl.BlockSpec(sizes, lambda n, s, expert, tile, *_: (tile[s], n)),
+            out_specs=pl.BlockSpec(
+                (sizes.rows, sizes.columns), lambda n, s, expert, tile, *_: (tile[s], n)
+            ),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=sizes.vmem
+        ),
         cost_estimate=pl.CostEstimate(
             flops=2 * M * n_in * n_out,
             bytes_accessed=read + grid[0] * x_MI.size * dtype.itemsize + written,

@@ -4,7 +4,8 @@ Narrow weights are widened where they are multiplied, never in memory: while a m
 weights, the other units have time. What is cheapest depends on the form and on the chip:
 
 - Rowwise: the integers are converted. With few rows, a tpu7x transposes them while they are narrow.
-- Fp8: matrix units multiply bfloat16 by 8-bit floats, and the scales multiply the products.
+- Fp8: matrix units multiply bfloat16 by 8-bit floats, and the scales multiply the products. With
+  many rows, where a matrix unit is wider than a block, the scales multiply the weights.
 - Grouped is stored as [I, O], so a scale is a row of vectors. With few rows, the integers are
   multiplied as they are, and the scales multiply the sums of the groups. A product takes 128
   columns of x, which may be several groups: then they are repeated, each time with zeros in all
@@ -78,8 +79,8 @@ def multiply_tile(
         return _multiply_widened(x_0, _parts_of_fp4(w_0, scale.at[0], AT_ONCE), dtype)
     if form is Mxfp4:
         return _multiply_mxfp4(x, w_0, scale.at[0], dtype)
-    if form is Fp8 and generation > 6 and rows > FEW_ROWS:
-        return multiply(x[0], _widened_fp8(w_0, scale.at[0], block, x.dtype))
+    if form is Fp8 and generation > 5 and rows > FEW_ROWS:
+        return multiply(x[0], _widened_fp8(w_0, scale.at[0], block, x.dtype, generation))
     if form is Fp8:
         return _multiply_fp8(x_0, w_0, scale.at[0], block)
     if jnp.issubdtype(w.dtype, jnp.floating):
@@ -123,18 +124,29 @@ def _multiply_fp8(x: Any, w: Any, scale: Any, first: Array) -> Array:
     return jnp.concatenate(products, 1)
 
 
-def _widened_fp8(w: Any, scale: Any, first: Array, dtype: Any) -> Array:
-    """Multiplies w [columns, I] by its scales, in `dtype`. With many rows of x, this is faster than
-    `_multiply_fp8` where there is an instruction that widens 8-bit floats."""
+def _widened_fp8(w: Any, scale: Any, first: Array, dtype: Any, generation: int) -> Array:
+    """Multiplies w [columns, I] by its scales, in `dtype`."""
     widened, (columns, n_in) = list[Array](), w.shape
     for n in range(0, columns, FP8_BLOCK):
         block = jnp.minimum(first + n // FP8_BLOCK, scale.shape[0] - 1)
         parts = list[Array]()
         for k in range(0, n_in, FP8_BLOCK):
             part = w[n : min(n + FP8_BLOCK, columns), k : min(k + FP8_BLOCK, n_in)]
-            parts.append((part.astype(jnp.float32) * scale[block, k // FP8_BLOCK]).astype(dtype))
+            factor = scale[block, k // FP8_BLOCK]
+            if generation == 6:
+                part, factor = _biased_by_11(part), factor * 16
+            parts.append((part.astype(jnp.float32) * factor).astype(dtype))
         widened.append(jnp.concatenate(parts, 1))
     return jnp.concatenate(widened)
+
+
+def _biased_by_11(w: Array) -> Array:
+    """Returns w, of float8_e4m3fn, divided by 16: the same codes stand for that if the bias of the
+    exponents is 11 and not 7. A v6e widens such floats by one instruction. The code of -0 is their
+    NaN, so -0 becomes 0. The NaN of w becomes a number."""
+    codes = pltpu.bitcast(w, jnp.uint8)
+    codes = jnp.where(codes == 0x80, jnp.zeros_like(codes), codes)
+    return pltpu.bitcast(codes, jnp.float8_e4m3b11fnuz)
 
 
 def _multiply_groups(x: Any, w: Any, scale: Any, rows: int) -> Array:
@@ -234,7 +246,7 @@ def _multiply_mxfp4(x: Any, w: Any, scale: Any, dtype: Any) -> Array:
     one of the scales [columns, I / 32], which multiply in `dtype`."""
     products, (columns, n_bytes) = [], w.shape
     few = x.shape[1] <= FEW_ROWS or dtype == jnp.float32
-    step = LANES if few else 4 * LANES
+    step = LANES if few else 2 * LANES
     for n in range(0, columns, MXU):
         rows_of_w = slice(n, min(n + MXU, columns))
         power = _e5m2_scales(scale[rows_of_w]).astype(jnp.bfloat16)
