@@ -210,7 +210,8 @@ def main(
         from common.command.dryrun import print_dry_runs  # a run need not wait for this import
 
         jax.config.update("jax_platforms", "cpu")
-        return print_dry_runs(module, args)
+        with handled(signal.SIG_DFL):  # Python's own would wait for the compiler
+            return print_dry_runs(module, args)
     run(module, args, prompts, rank)
 
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -151,8 +150,6 @@ def as_json(run: DryRun) -> dict[str, Any]:
 
 def print_dry_runs(module: ModuleType, args: argparse.Namespace) -> None:
     """Runs --dry-run: checks everything, compiles, and prints the figures to stdout."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # Python would wait for the compiler
-        signal.signal(number, signal.SIG_DFL)
     if hosts := [int(n) for n in re.findall(r"cpu:(\d+)", " ".join(args.dry_run))]:
         jax.config.update("jax_num_cpu_devices", min(max(1, *hosts), MOST_CPU_DEVICES))
     meshes = args.mesh or [""]
