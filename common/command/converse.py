@@ -19,7 +19,7 @@ from common.command.environment import handled
 from common.loading.files import first_line, parse_json
 from common.loading.generation import SETTINGS
 from common.sampling import WHY_INVALID
-from common.server.fields import Refused, plain
+from common.server.fields import Refused, fits, plain
 from common.serving.load import Model
 from common.serving.rules import check_grammar
 from common.serving.serve import serve
@@ -37,12 +37,11 @@ write = partial(print, end="", flush=True)
 def read_line(line: str, where: str) -> Prompt:
     """Reads a line of a .jsonl file: an object with a text as `prompt`, or with `messages`."""
     try:
-        match parse_json(line):
-            case {"prompt": str(text), **rest} if not rest:
-                return text
-            case {"messages": [_, *_] as messages, **rest} if not rest:
-                if all(isinstance(message, dict) for message in messages):
-                    return [plain(message) for message in messages]
+        content = parse_json(line)
+        if fits(content, {"prompt": str}):
+            return content["prompt"]
+        if fits(content, {"messages": [dict]}):
+            return [plain(message) for message in content["messages"]]
     except Refused as error:
         raise ValueError(f"{where}: {error}") from None
     except (ValueError, RecursionError):
