@@ -272,16 +272,15 @@ def converse(session: Session, args: Namespace) -> bool:
             return False
         if not line.strip():
             continue
-        messages.append(said("user", line.strip()))
+        asked = [*messages, said("user", line.strip())]
         try:
-            ids = encode_messages(tok, args, messages)
+            ids = encode_messages(tok, args, asked)
             request = make_request(session.model, args, ids, len(messages) // 2)
             check_request(request, session.capacity, session.model.config, "the conversation")
         except ValueError as error:
             sys.stderr.write(f"[{error}; this line is left out]\n")
-            messages.pop()
             continue
         (reply,), pressed = answer_prompts(session, args, [line], [request])
-        messages.append(said("assistant", "".join(reply.answer)))
+        messages = [*asked, said("assistant", "".join(reply.answer))]
         if signal.SIGTERM in pressed:
             return True
