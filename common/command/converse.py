@@ -265,8 +265,7 @@ def converse(session: Session, args: Namespace) -> bool:
         sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is refused below
     while True:
         if sys.stdin.isatty():
-            sys.stderr.write("> ")
-            sys.stderr.flush()
+            write("> ", file=sys.stderr)
         line = sys.stdin.readline()
         if not line:
             return False
