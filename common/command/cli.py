@@ -1,7 +1,7 @@
 """The command line of every model: a published checkpoint and a prompt in, text out.
 
-stdout carries the text and nothing else; progress, the summary and errors go to stderr. A user's
-mistake gets one line and exit code 2.
+stdout carries the text, or with --json one record per prompt, and nothing else; progress, the
+summary and errors go to stderr. A user's mistake gets one line and exit code 2.
 """
 
 import contextlib

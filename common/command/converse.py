@@ -1,7 +1,4 @@
-"""Makes requests of prompts, and shows replies as they come, also in conversations.
-
-stdout carries the text (or, with --json, one record per prompt) and nothing else.
-"""
+"""Makes requests of prompts, and shows replies as they come, also in conversations."""
 
 import contextlib
 import json
