@@ -11,15 +11,14 @@ from common.quant import bits_of
 from common.recurrent import Recurrent
 
 
-def read_bandwidth(megabytes: int = 256, repeats: int = 5) -> float:
+def read_bandwidth() -> float:
     """Measures how fast the default device reads a matrix that fits no cache, in bytes per second:
-    the best of a few one-row products. The matrix takes `megabytes` MiB of its memory."""
-    rows = megabytes * 2**20 // (4 * 4096)
-    w, x = jnp.ones((rows, 4096)), jnp.ones(4096)
+    the best of five one-row products. The matrix takes 256 MiB of its memory."""
+    w, x = jnp.ones((16_384, 4096)), jnp.ones(4096)
     product = jax.jit(lambda w, x: w @ x)
     run = lambda: product(w, x).block_until_ready()
     run()  # compiles
-    return w.nbytes / min(timeit.repeat(run, number=1, repeat=repeats))
+    return w.nbytes / min(timeit.repeat(run, number=1, repeat=5))
 
 
 def tree_bytes(tree: Any) -> int:
