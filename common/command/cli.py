@@ -115,9 +115,8 @@ def summary(session: Session, load_s: float) -> str:
         # A host's virtual CPU devices share one memory.
         readers = jax.process_count() if model.on_cpu else model.mesh.size
         bandwidth = read_bandwidth() * readers
-        steps = max(s.decode_steps, 1)
-        share = experts_read(model.config, s.decode_tokens / steps)
-        read = step_bytes(model.weights, session.states[0].cache, s.filled / steps, share)
+        share = experts_read(model.config, s.decode_tokens / s.decode_steps)
+        read = step_bytes(model.weights, session.states[0].cache, s.filled / s.decode_steps, share)
         if s.drafts:
             parts.append(f"{100 * s.drafts_right / s.drafts:.0f}% of {s.drafts} drafts were right")
         reached = read * s.decode_steps / s.decode_s / bandwidth
