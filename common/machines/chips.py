@@ -42,7 +42,6 @@ CHIPS = {
     # Stands for an unknown machine: endless memory, and links that are no bottleneck.
     "cpu": Chip(UNKNOWN, 50e9, 1e12, 50e9),
 }
-LONGEST = {"v5e": 16, "v6e": 16}  # side of a slice; libtpu ends the process at a longer one
 # By the beginning of `device_kind`; the longer ones come first.
 KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v6": "v6e"}
 KINDS |= {"TPU7x": "tpu7x", "NVIDIA H100": "h100"}
@@ -82,7 +81,7 @@ def devices_of(topology: str) -> Sequence[Any]:
     if name not in CHIPS:
         names = ", ".join(CHIPS)
         raise ValueError(f"{topology!r} is unknown: give one of {names}, and a size (v5e:4x4)")
-    longest = LONGEST.get(name, 1024)
+    longest = 16 if name in ("v5e", "v6e") else 1024  # libtpu ends the process at a longer side
     package, extra, options = "libtpu", "tpu", dict(platform="tpu")
     if name == "h100":
         if not re.fullmatch("[1-8]?", size):
