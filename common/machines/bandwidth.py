@@ -36,8 +36,7 @@ def step_bytes(weights: Any, cache: Any, filled: float, read: Callable[[int], fl
         for path, x in jax.tree.leaves_with_path(weights)
         if ".experts." in jax.tree_util.keystr(path)
     )
-    share = lambda layer: 2 if isinstance(layer, Recurrent) else filled
-    kept = sum(tree_bytes(layer) * share(layer) for layer in cache)
+    kept = sum(tree_bytes(x) * (2 if isinstance(x, Recurrent) else filled) for x in cache)
     return tree_bytes(weights) - skipped - spared + kept
 
 
