@@ -210,9 +210,7 @@ def product_by_group(x: Array, w: Grouped) -> Array:
     multiplied as they are, and its scale and zero point are applied to the sum."""
     groups, out = w.scale.shape
     x_MGI, w_GIO = x.reshape(len(x), groups, -1), w.values.reshape(groups, -1, out)
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dot = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    y_GMO = dot("mgi,gio->gmo", x_MGI, w_GIO.astype(x.dtype))
+    y_GMO = batched_product("mgi,gio->gmo", x_MGI, w_GIO.astype(x.dtype))
     if w.zero is not None:
         sums_GM = x_MGI.astype(jnp.float32).sum(-1).T
         y_GMO = y_GMO - sums_GM[..., None] * w.zero[:, None]
@@ -246,15 +244,15 @@ def headwise(x: Array, w: Matrix, rows: slice, transpose: bool = False) -> Array
         return w.reshape(x.shape[2], -1, *w.shape[1:])[:, rows]
 
     if not isinstance(w, Rowwise):
-        return product_of_heads(equation, x, of_heads(dense(w, x.dtype))).astype(x.dtype)
+        return batched_product(equation, x, of_heads(dense(w, x.dtype))).astype(x.dtype)
     values, scale_NO = of_heads(w.values).astype(x.dtype), of_heads(w.scale[0])
     if transpose:  # the scales belong to the axis that is summed over
         x = (x * scale_NO).astype(x.dtype)
-        return product_of_heads(equation, x, values).astype(x.dtype)
-    return (product_of_heads(equation, x, values) * scale_NO).astype(x.dtype)
+        return batched_product(equation, x, values).astype(x.dtype)
+    return (batched_product(equation, x, values) * scale_NO).astype(x.dtype)
 
 
-def product_of_heads(equation: str, x: Array, w_NOI: Array) -> Array:
+def batched_product(equation: str, x: Array, w: Array) -> Array:
     """Sums in float32. A CPU multiplies in it, too: its batched products take no bfloat16."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dot = partial(jnp.einsum, equation, precision=precision, preferred_element_type=jnp.float32)
@@ -263,7 +261,7 @@ def product_of_heads(equation: str, x: Array, w_NOI: Array) -> Array:
         x = x.astype(jnp.float32)
         return dot(x, widened(w, x))
 
-    return lax.platform_dependent(x, w_NOI, cpu=wide, default=dot)
+    return lax.platform_dependent(x, w, cpu=wide, default=dot)
 
 
 def embed_rows(table_VD: Matrix, ids: Array, dtype: DTypeLike) -> Array:
