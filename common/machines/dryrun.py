@@ -6,7 +6,6 @@ collectives. The bytes that a step moves through memory are read off the program
 takes is not known, but a lower bound is.
 """
 
-import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -21,10 +20,10 @@ from common.kernels.ragged_dot import row_major
 from common.loading.files import first_line
 from common.loading.packed import declare
 from common.loading.random_weights import random_weights
+from common.machines.bandwidth import tree_bytes
 from common.machines.chips import Chip, chip_of, devices_of
 from common.machines.hlo import Collective, collectives, cycles, operations, parse, traffic
 from common.machines.mesh_choice import Plan, best_mesh, load_of
-from common.quant import bits_of
 from common.sharding import DATA, make_mesh, model_shards, parse_mesh
 from common.weights import specs_like
 
@@ -102,8 +101,8 @@ def abstract_state(plan: Plan, mesh: Mesh) -> Any:
 
 def device_bytes(tree: Any) -> int:
     """Returns the bytes of one device's part of a tree of abstract arrays."""
-    parts = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
-    return sum(math.prod(shape) * bits_of(dtype) // 8 for shape, dtype in parts)
+    part = lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+    return tree_bytes(jax.tree.map(part, tree))
 
 
 def trace(plan: Plan, mesh: Mesh) -> tuple[Report, jax.stages.Lowered]:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from common.loading.packed import declare
-from common.machines.bandwidth import experts_read
+from common.machines.bandwidth import experts_read, tree_bytes
 from common.machines.chips import Chip, chip_of
 from common.quant import Storage, bits_of
 from common.sharding import DATA, EXPERT, TENSOR, Shards, make_mesh
@@ -113,7 +113,7 @@ def load_of(plan: Plan, axes: Axes) -> Load:
             products += 2 * used * tokens
     make = partial(module.init_state, config, slots, plan.capacity, plan.cache_dtype, shards)
     arrays, spec = jax.tree.leaves(jax.eval_shape(make).cache), module.STATE_SPEC.cache
-    cache = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) // parts(spec, axes)
+    cache = tree_bytes(arrays) // parts(spec, axes)
     layers, token_bytes = config.num_hidden_layers, tokens * jnp.dtype(plan.dtype).itemsize
     collectives = 2 * layers if shards.model > 1 else 0
     sent = collectives * token_bytes * layout.embed.shape[-1]
