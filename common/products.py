@@ -104,13 +104,12 @@ def sliced_product(x: Array, w: Array) -> Array:
 
 @jax.jit
 def _sliced_product(x: Array, w: Array) -> Array:
-    width = w.shape[1]
-    step = width // slices_of(width)
-    slices = [slice(i, i + step) for i in range(0, width, step)]
-    y = sum(w[:, part].astype(jnp.float32) * x[:, part] for part in slices)
-    # y still has `step` partial sums per row. A product with ones adds them, because XLA would pull
+    n = slices_of(w.shape[1])
+    slices = zip(jnp.split(w, n, axis=1), jnp.split(x, n, axis=1), strict=True)
+    y: Any = sum(w.astype(jnp.float32) * x for w, x in slices)
+    # y still has many partial sums per row. A product with ones adds them, because XLA would pull
     # a plain sum into the loop, number by number. It would pull in a product with one column, too.
-    return (y @ jnp.ones((step, 2), jnp.float32))[:, :1].T
+    return (y @ jnp.ones((y.shape[1], 2), jnp.float32))[:, :1].T
 
 
 def widened_product(x: Array, w: Array, contract: int = 1) -> Array:
