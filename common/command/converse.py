@@ -73,7 +73,7 @@ def encode_prompt(model: Model, args: Namespace, prompt: Prompt) -> list[int]:
     """Encodes one prompt, through the chat template if the checkpoint has one."""
     tok = model.tokenizer
     if tok is not None and tok.chat_template is not None and not args.raw:
-        messages = [said("user", prompt)] if isinstance(prompt, str) else prompt
+        messages = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
         return encode_messages(tok, args, messages)
     if (args.system, args.think) != (None, None) or not isinstance(prompt, str):
         what = "--think or --no-think" if args.system is None else "--system"
@@ -84,15 +84,11 @@ def encode_prompt(model: Model, args: Namespace, prompt: Prompt) -> list[int]:
     return encode(tok, prompt)
 
 
-def said(role: str, content: str) -> dict[str, Any]:
-    return dict(role=role, content=content)
-
-
 def encode_messages(tok: Tokenizer, args: Namespace, messages: list[dict[str, Any]]) -> list[int]:
     if args.system is not None:
         if messages[0]["role"] == "system":
             raise ValueError("--system does not go with messages that begin with one")
-        messages = [said("system", args.system), *messages]
+        messages = [dict(role="system", content=args.system), *messages]
     return encode_chat(tok, messages, **thinking_options(tok, args.think, None))
 
 
@@ -268,7 +264,7 @@ def converse(session: Session, args: Namespace) -> bool:
             return False
         if not line.strip():
             continue
-        asked = [*messages, said("user", line.strip())]
+        asked = [*messages, dict(role="user", content=line.strip())]
         try:
             ids = encode_messages(tok, args, asked)
             request = make_request(session.model, args, ids, len(messages) // 2)
@@ -277,6 +273,6 @@ def converse(session: Session, args: Namespace) -> bool:
             sys.stderr.write(f"[{error}; this line is left out]\n")
             continue
         (reply,), pressed = answer_prompts(session, args, [line], [request])
-        messages = [*asked, said("assistant", "".join(reply.answer))]
+        messages = [*asked, dict(role="assistant", content="".join(reply.answer))]
         if signal.SIGTERM in pressed:
             return True
