@@ -79,21 +79,17 @@ def within(kind: type, least: float, most: float = 10**12) -> Callable[[str], An
     return number
 
 
-def like(pattern: str, what: str) -> Callable[[str], str]:
-    """Returns a function that accepts a text that fits the pattern."""
-
-    def accept(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise argparse.ArgumentTypeError(f"{text!r}: give {what}")
-        return text
-
-    return accept
+def like(pattern: str, what: str, text: str) -> str:
+    """Returns the text if it fits the pattern; else the error says what to give."""
+    if not re.fullmatch(pattern, text):
+        raise argparse.ArgumentTypeError(f"{text!r}: give {what}")
+    return text
 
 
 # Without a host it would be open to all. IPv6 has brackets.
-place = like(r"([^][:]+|\[[^][]+\]):[0-9]+", "HOST:PORT, such as 127.0.0.1:8000")
-origin = like(r"\*|null|[\w.+-]+://[^/]+", "an origin, such as https://example.com")
-host = like(r"[^/:]+", "the name of a host alone, such as example.com")
+place = partial(like, r"([^][:]+|\[[^][]+\]):[0-9]+", "HOST:PORT, such as 127.0.0.1:8000")
+origin = partial(like, r"\*|null|[\w.+-]+://[^/]+", "an origin, such as https://example.com")
+host = partial(like, r"[^/:]+", "the name of a host alone, such as example.com")
 
 
 def process(text: str) -> tuple[int, int]:
