@@ -53,7 +53,6 @@ def configure_jax(axes: dict[str, int], processes: int) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         jax.config.update("jax_compilation_cache_dir", os.path.join(home, "folio", "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     gc.set_threshold(50_000)  # tracing makes many objects, but almost no garbage
     try:
         jax.devices()
