@@ -116,23 +116,20 @@ def read_fields(
     if_missing: Mapping[str, Derive] = NOTHING,
 ) -> dict[str, Any]:
     """The fields of `kind`, from config.json or from the object in it that is called `where`."""
-    fields, keys = dict(fields_read), dict[str, str]()
+    defaults: dict[str, Any] = kind._field_defaults  # type: ignore[attr-defined]
+    fields, keys = {**defaults, **fields_read}, dict[str, str]()
     for name, annotation in annotations(kind).items():
         if name in fields_read:
             continue
         other = second_name(kind, name)
         key = keys[name] = spelling(values, name, other)
-        if values.get(key) is not None:
-            fields[name] = checked(values[key], annotation, where + key)
-            if name.startswith(("num_", "n_")) and fields[name] > MOST:
-                raise wrong(f"{key}={fields[name]} is above {MOST}")
-        elif name in if_missing:
+        if values.get(key) is None and name in if_missing:
             fields[name] = if_missing[name](fields)
-        elif key in values:  # null
-            fields[name] = checked(None, annotation, where + key)
-        elif name in kind._field_defaults:  # type: ignore[attr-defined]
-            fields[name] = kind._field_defaults[name]  # type: ignore[attr-defined]
-        else:
+        elif key in values:
+            fields[name] = checked(values[key], annotation, where + key)
+            if name.startswith(("num_", "n_")) and (fields[name] or 0) > MOST:
+                raise wrong(f"{key}={fields[name]} is above {MOST}")
+        elif name not in defaults:
             raise missing(where + (name if name == other else f"{name} (or {other})"))
     for name, annotation in annotations(kind).items():
         for rule in getattr(annotation, "__metadata__", ()):
