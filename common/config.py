@@ -12,9 +12,9 @@ import re
 import reprlib
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from common.fields import Relation
+from common.fields import Relation, annotations
 from common.quant import FP8_BLOCK
 
 # Of layers, heads or experts (fields called num_ or n_): lists get an entry for each.
@@ -138,10 +138,6 @@ def read_fields(
                 what = f"{show(values.get(key))} {rule.must} {other}={fields[rule.other]}"
                 raise wrong(f"{where}{key}={what}")
     return fields
-
-
-def annotations(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
 
 
 def second_name(kind: type, field: str) -> str:

@@ -8,10 +8,12 @@ another name of its key, and how the field relates to another one:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 Index = Annotated[int, range(2**31)]
 Even = Annotated[int, range(2, 2**31, 2)]
+annotations = partial(get_type_hints, include_extras=True)  # of a class, by field, as declared
 
 
 class Relation(NamedTuple):
@@ -39,7 +41,7 @@ def with_layers(config: Any, n: int) -> Any:
     layer, as `one_each("num_hidden_layers")` declares, is cut."""
     cut = {
         name: getattr(config, name)[:n]
-        for name, hint in get_type_hints(type(config), include_extras=True).items()
+        for name, hint in annotations(type(config)).items()
         for rule in getattr(hint, "__metadata__", ())
         if isinstance(rule, Relation) and rule.other == "num_hidden_layers"
         if isinstance(getattr(config, name), tuple)
