@@ -178,10 +178,7 @@ def refuse_unknown(values: Mapping[str, Any], known: Collection[str], where: str
 
 SHORT = reprlib.Repr()  # follows nested lists to a limited depth
 SHORT.maxstring = SHORT.maxother = 60
-
-
-def show(value: Any) -> str:
-    return SHORT.repr(value)
+show = SHORT.repr
 
 
 def missing(key: str) -> ValueError:
