@@ -201,9 +201,8 @@ def same(a: Any, b: Any) -> bool:
 
 def checked(value: Any, annotation: Any, where: str) -> Any:
     """`value` as the field's annotation wants it. ValueError if that does not accept it."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    limits = args[1] if origin is Annotated and isinstance(args[1], range) else range(1, 2**31)
-    kind = args[0] if origin is Annotated else annotation
+    kind, *extras = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
+    limits = next((x for x in extras if isinstance(x, range)), range(1, 2**31))
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):  # of one kind and None
         kind = next(a for a in args if a is not type(None))
