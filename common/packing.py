@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from common.config import check_settings, checked, is_published_in, missing, names_in, refusal, show
 
 WHERE = "quantization_config."
-LINEAR = "Linear"  # the name of a class of modules: that of all matrices
 
 
 class Packing(NamedTuple):
@@ -23,14 +22,14 @@ class Packing(NamedTuple):
     group: int | None = None  # how many neighbours in a row share a scale; None: the whole row
     zero: bool = False  # whether groups have zero points
     plus: int = 0  # added to stored zero points; 1 for GPTQ v1, which stores them minus 1
-    targets: tuple[str, ...] = (LINEAR,)  # regular expressions of names of modules
+    targets: tuple[str, ...] = (".*",)  # regular expressions of names of modules
     ignored: tuple[str, ...] = ()
 
 
 @cache
 def is_quantised(packing: Packing, module: str) -> bool:
     """Whether the matrix of the module with this published name is quantised."""
-    is_target = LINEAR in packing.targets or any(re.match(x, module) for x in packing.targets)
+    is_target = any(re.match(x, module) for x in packing.targets)
     return is_target and not any(re.match(x, module) for x in packing.ignored)
 
 
@@ -112,8 +111,8 @@ def compressed_tensors(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Pack
         check_settings(activations, at, needed=dict(dynamic=True), ignored=activations)
     packing = weight_scheme(values["format"], group.get("weights"), f"{where}weights.")
     targets = names_in(group, "targets", where)
-    return packing._replace(
-        targets=tuple(x if x == LINEAR else expression(x) for x in targets),
+    return packing._replace(  # all matrices are in modules of the class Linear
+        targets=tuple(".*" if x == "Linear" else expression(x) for x in targets),
         ignored=tuple(map(expression, names_in(values, "ignore", WHERE))),
     )
 
