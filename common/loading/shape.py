@@ -65,10 +65,9 @@ def read_shape(
             raise ValueError(f"{module.__package__} ships no model: give a checkpoint (--ckpt)")
     elif random:
         sizes, file = published_sizes(module), Path(ckpt)
-        is_lone = file.suffix == ".json" and file.is_file()
-        if revision is not None and (ckpt in sizes or is_lone):
-            raise ValueError(f"{ckpt} is not a hub repository and has no revision {revision!r}")
-        if ckpt in sizes or is_lone:
+        if ckpt in sizes or (file.suffix == ".json" and file.is_file()):
+            if revision is not None:
+                raise ValueError(f"{ckpt} is not a hub repository and has no revision {revision!r}")
             return sizes.get(ckpt) or read_json(file), None
         if "/" not in ckpt and not file.exists():
             raise ValueError(f"{ckpt!r} is no file, no directory, and none of {', '.join(sizes)}")
