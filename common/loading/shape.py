@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from common.config import wrong
 from common.loading.files import is_there, read_json, read_json_if_there
 from common.loading.hub import ADAPTER, FILES, locate
 from common.loading.stored import FLOATS, open_tensors
@@ -28,8 +29,7 @@ def published_sizes(module: ModuleType) -> dict[str, dict[str, Any]]:
 
 def families_of(hf: dict[str, Any], root: Path) -> list[str]:
     """Returns the folders in `root` whose model.py computes a config.json, or its text_config."""
-    text = hf.get("text_config")
-    kinds = [x.get("model_type") for x in (hf, text) if isinstance(x, dict)]
+    kinds = [x.get("model_type") for x in (hf, hf.get("text_config")) if isinstance(x, dict)]
     either = "|".join(re.escape(str(x)) for x in kinds)
     accepts = re.compile(rf'model_types=\([^)]*"({either})"')
     files = sorted(root.glob("*/model.py"))
@@ -47,7 +47,7 @@ def read_model_config(module: ModuleType, hf: dict[str, Any]) -> Any:
         if not families or own.name in families:
             raise error
         what = f"is another family's; run it with python -m {families[0]}.main"
-        raise ValueError(f"config.json: model_type={hf.get('model_type')!r} {what}") from None
+        raise wrong(f"model_type={hf.get('model_type')!r} {what}") from None
 
 
 def read_shape(
@@ -111,9 +111,7 @@ def model_dtype(
     given; otherwise the dtype is bfloat16."""
     stored = stored_dtype(hf)
     if stored not in (None, *(names := [*map(str, FLOATS.values())])) and asked is None:
-        raise ValueError(
-            f"config.json: dtype {stored!r} is none of {', '.join(names)}: give --dtype"
-        )
+        raise wrong(f"dtype {stored!r} is none of {', '.join(names)}: give --dtype")
     if stored is None and directory is not None and asked is None:
         tensors = open_tensors(directory).values()
         largest = max(tensors, key=lambda tensor: math.prod(tensor.shape), default=None)
