@@ -54,14 +54,9 @@ def is_swapped(transform: Transform) -> bool:
     return transform is Axes.SWAPPED or (isinstance(transform, Order) and transform.swapped)
 
 
-def swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Swaps the last two entries."""
-    return (*axes[:-2], axes[-1], axes[-2])
-
-
 def stored_shape(shape: tuple[int, ...], transform: Transform) -> tuple[int, ...]:
     """Returns the shape that the stored tensor of an array must have."""
-    return swapped(shape) if is_swapped(transform) else shape
+    return (*shape[:-2], shape[-1], shape[-2]) if is_swapped(transform) else shape
 
 
 def positions(stored: int, padded: int, order: Order | None) -> np.ndarray:
@@ -94,13 +89,12 @@ def read_tensor(
     limits: Limits | None = None,
 ) -> None:
     """Fills `out` with part of a padded, reordered tensor. ValueError if `limits` are reached."""
-    axes = tuple(range(len(padded)))
-    if is_swapped(transform):
-        out, padded, part, axes = out.swapaxes(-1, -2), *map(swapped, (padded, part, axes))
-    order = transform if isinstance(transform, Order) else None
+    axes = stored_shape(tuple(range(len(padded))), transform)  # of the array, in stored order
+    out = out.transpose(axes)
+    orders = {transform.axis: transform} if isinstance(transform, Order) else {}
     rows, *columns = (
-        spans(n, m, p, order if order is not None and order.axis == axis else None)
-        for n, m, p, axis in zip(tensor.shape, padded, part, axes, strict=True)
+        spans(n, padded[axis], part[axis], orders.get(axis))
+        for n, axis in zip(tensor.shape, axes, strict=True)
     )
     kind = DTYPES["F32" if tensor.added else tensor.dtype]  # an adapter adds in float32
     same_rows = (out.shape[1:], out.dtype) == (tensor.shape[1:], kind)
