@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from common.quant import BLOCKS, SPECS, Packed, Shape, Storage, Transposed, published_shapes
-from common.sharding import EXPERT, TENSOR, P, Shards
+from common.sharding import P, Shards
 
 
 class Weight(NamedTuple):
@@ -114,12 +114,11 @@ def specs_like(weights: Any, layout: Any) -> Any:
 
 def check_divides(layout: Any, shards: Shards) -> None:
     """ValueError if a mesh cannot split a weight equally; in fp8 or 4 bits, into whole blocks."""
-    parts = {EXPERT: shards.expert, TENSOR: shards.tensor}
     for path, weight in by_path(layout).items():
         rows, columns = BLOCKS.get(published_form(weight), (1, 1))
         blocks = (*[1] * (len(weight.shape) - 2), rows, columns)[-len(weight.shape) :]
         for size, axes, block in zip(weight.shape, weight.spec, blocks, strict=False):
-            n = math.prod(parts[axis] for axis in jax.tree.leaves(axes))
+            n = math.prod(getattr(shards, axis) for axis in jax.tree.leaves(axes))
             if n > 1 and size % (n * block):
                 whole = f" in whole blocks of {block}" if block > 1 else ""
                 what = f"{size} does not divide over {n} devices{whole}"

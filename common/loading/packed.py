@@ -20,7 +20,7 @@ from common.loading.stored import Tensors, Words
 from common.names import Axes, Holds, Order, Table, Transform, weight_of
 from common.packing import Packing, is_quantised
 from common.quant import Grouped, Packed, Rowwise
-from common.sharding import EXPERT, TENSOR, UNSPLIT, Shards
+from common.sharding import UNSPLIT, Shards
 from common.weights import Weight, by_path, is_weight
 
 KINDS = ("matrix", "headwise", "stack")
@@ -124,8 +124,7 @@ def group_order(
 ) -> tuple[int, Order | None]:
     """How many scales each row of a matrix has, and the Order that makes them from the published
     ones. `width` is the published length of a row."""
-    sizes = {EXPERT: shards.expert, TENSOR: shards.tensor}
-    parts = math.prod(sizes[axis] for axis in jax.tree.leaves(weight.spec[-1]))
+    parts = math.prod(getattr(shards, axis) for axis in jax.tree.leaves(weight.spec[-1]))
     padded, own = weight.shape[-1], None if order is None or order.axis == 0 else order
     if packing.group is None:
         return parts, Order(0, 1, (0,) * parts) if parts > 1 else None
