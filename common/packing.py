@@ -52,10 +52,8 @@ def awq(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
     needed = dict(bits=4, version=("gemm", "GEMM"), zero_point=True)
     # transformers also saves the settings of its own kernels.
     kernels = ("backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
-    kept = "modules_to_not_convert"
-    is_published_in("awq", hf, needed, ignored=(kept, "group_size", *kernels))
-    ignored = modules(names_in(values, kept, WHERE))
-    return Packing("awq", 4, group_size(values), zero=True, ignored=ignored)
+    is_published_in("awq", hf, needed, ignored=("modules_to_not_convert", "group_size", *kernels))
+    return Packing("awq", 4, group_size(values), zero=True, ignored=not_converted(values))
 
 
 def gptq(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
@@ -140,9 +138,8 @@ def weight_scheme(format: str, weights: Any, where: str) -> Packing:
 
 def fbgemm_fp8(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
     """FBGEMM: 8-bit floats with a scale for each row."""
-    kept = "modules_to_not_convert"
-    is_published_in("fbgemm_fp8", hf, ignored=(kept, "activation_scale_ub"))
-    return Packing("fbgemm", ignored=modules(names_in(values, kept, WHERE)))
+    is_published_in("fbgemm_fp8", hf, ignored=("modules_to_not_convert", "activation_scale_ub"))
+    return Packing("fbgemm", ignored=not_converted(values))
 
 
 METHODS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Packing]] = {
@@ -163,8 +160,9 @@ def group_size(values: Mapping[str, Any], where: str = WHERE) -> int | None:
     return group
 
 
-def modules(names: Collection[str]) -> tuple[str, ...]:
-    """Regular expressions of modules so named, and of their parts. Names may lack a beginning."""
+def not_converted(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Regular expressions of modules_to_not_convert and their parts. Names may lack a beginning."""
+    names = names_in(values, "modules_to_not_convert", WHERE)
     return tuple(rf"(.*\.)?{re.escape(name)}(\..*)?$" for name in names)
 
 
