@@ -207,8 +207,8 @@ def checked(value: Any, annotation: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):  # of one kind and None
         kind = next(a for a in args if a is not type(None))
         return None if value is None else checked(value, kind, where)
-    what = "an even" if limits.step == 2 else "a whole"
-    whole = f"{what} number from {limits.start} to {limits.stop - 1}"
+    what = {2: "an even number", 8: "a multiple of 8"}.get(limits.step, "a whole number")
+    whole = f"{what} from {limits.start} to {limits.stop - 1}"
     kinds: dict[Any, tuple[bool, str]] = {  # whether the value fits, and what it must be
         int: (type(value) is int and value in limits, whole),
         float: (type(value) in (int, float) and 0 < value < 3.4e38, "a number above 0"),

@@ -7,7 +7,7 @@ From both, `common.loading.packed` derives the arrays that a checkpoint holds, a
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from common.config import check_settings, checked, is_published_in, missing, names_in, refusal, show
 
@@ -154,10 +154,7 @@ def group_size(values: Mapping[str, Any], where: str = WHERE) -> int | None:
     size = values["group_size"]
     if type(size) is int and size == -1:
         return None
-    group: int = checked(size, int, f"{where}group_size")
-    if group % 8:
-        raise ValueError(f"config.json: {where}group_size={group} must be a multiple of 8")
-    return group
+    return checked(size, Annotated[int, range(8, 2**31, 8)], f"{where}group_size")
 
 
 def not_converted(values: Mapping[str, Any]) -> tuple[str, ...]:
