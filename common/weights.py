@@ -115,8 +115,7 @@ def specs_like(weights: Any, layout: Any) -> Any:
 def check_divides(layout: Any, shards: Shards) -> None:
     """ValueError if a mesh cannot split a weight equally; in fp8 or 4 bits, into whole blocks."""
     for path, weight in by_path(layout).items():
-        rows, columns = BLOCKS.get(published_form(weight), (1, 1))
-        blocks = (*[1] * (len(weight.shape) - 2), rows, columns)[-len(weight.shape) :]
+        blocks = (*[1] * (len(weight.shape) - 2), *BLOCKS.get(published_form(weight), (1, 1)))
         for size, axes, block in zip(weight.shape, weight.spec, blocks, strict=False):
             n = math.prod(getattr(shards, axis) for axis in jax.tree.leaves(axes))
             if n > 1 and size % (n * block):
