@@ -89,16 +89,15 @@ def _read_index(directory: Path) -> dict[str, str]:
 def read_header(file: Path) -> Tensors:
     """Returns the tensors of one safetensors file. ValueError if it is damaged or cut short."""
     with open(file, "rb") as f:
-        if f.read(8) == b"version ":
+        if (length := f.read(8)) == b"version ":
             raise ValueError(f"{file} is not here, only Git LFS's note of it: run git lfs pull")
-        f.seek(0)
         try:
             with safe_open(file, "np"):  # checks the whole header, and the size of the file
-                start = 8 + int.from_bytes(f.read(8), "little")
+                entries = json.loads(f.read(int.from_bytes(length, "little")))
         except SafetensorError as error:
             what = f"is damaged or cut short ({error}); download it again"
             raise ValueError(f"{file} {what}") from None
-        entries = json.loads(f.read(start - 8))
+        start = f.tell()  # of the data, behind the header
     entries.pop("__metadata__", None)
     return {
         name: StoredTensor(file, name, (*x["shape"],), x["dtype"], start + x["data_offsets"][0])
