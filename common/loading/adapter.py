@@ -44,15 +44,14 @@ def open_adapter(
             raise ValueError(f"{directory / ADAPTER}: {key}={show(value)} is not implemented")
         if key in ("use_rslora", "fan_in_fan_out") and not isinstance(value, bool | None):
             raise ValueError(f"{directory / ADAPTER}: {key}={show(value)} must be true or false")
-    if ckpt is not None:
-        return directory, ckpt, revision
-    ckpt, revision = settings.get("base_model_name_or_path"), settings.get("revision")
-    if not isinstance(ckpt, str):
-        raise ValueError(f"{directory / ADAPTER} names no base model: give it as --ckpt")
-    try:
-        locate(ckpt, revision, ["config.json"])
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the base model that {directory / ADAPTER} names: {error}") from None
+    if ckpt is None:
+        ckpt, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+        if not isinstance(ckpt, str):
+            raise ValueError(f"{directory / ADAPTER} names no base model: give it as --ckpt")
+        try:
+            locate(ckpt, revision, ["config.json"])
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the base model that {directory / ADAPTER} names: {error}") from None
     return directory, ckpt, revision
 
 
