@@ -164,13 +164,11 @@ def unpack(stored: np.ndarray, words: Words) -> np.ndarray:
     octets = stored.astype("<i4", copy=False).view(np.uint8).reshape(rows, columns, 4)
     n, mask, half = len(words.places), (1 << words.bits) - 1, 1 << (words.bits - 1)
     numbers = np.empty((rows, n, columns) if words.axis == 0 else (rows, columns, n), np.uint8)
-    for i, place in enumerate(words.places):
+    for into, place in zip(np.moveaxis(numbers, words.axis + 1, 0), words.places, strict=True):
         octet, shift = divmod(place * words.bits, 8)
         number = ((octets[..., octet] >> shift) + np.uint8(words.plus)) & np.uint8(mask)
-        into = numbers[:, i] if words.axis == 0 else numbers[..., i]
         np.subtract(number, np.uint8(half), out=into)  # wraps around, to the bits of an int8
-    shape = (-1, columns) if words.axis == 0 else (rows, -1)
-    return numbers.reshape(shape).view(np.int8)
+    return numbers.reshape((-1, columns) if words.axis == 0 else (rows, -1)).view(np.int8)
 
 
 def read_into(file: Any, offset: int, out: np.ndarray) -> None:
