@@ -13,7 +13,7 @@ import numpy as np
 
 from common.config import show
 from common.loading.files import first_lines
-from common.loading.reading import Limits, Span, chunks, read_rows, stored_shape
+from common.loading.reading import Limits, Span, chunks, read_tensor, stored_shape
 from common.loading.stored import DTYPES, FLOATS, KEPT, StoredTensor, Tensors
 from common.names import Axes, Dropped, Holds, Same, Table, Target, Transform, weight_of
 from common.sharding import round_up
@@ -193,8 +193,7 @@ def differs(tensor: StoredTensor, target: Same | Holds, sources: dict[str, Sourc
     if len(want) > 1 and tensor.shape != (len(want),):
         return f"has shape {show(list(tensor.shape))}, but the config says [{len(want)}]"
     found = np.empty(tensor.shape, DTYPES[tensor.dtype])
-    with open(tensor.file, "rb") as f:
-        read_rows(f, tensor, 0, found)
+    read_tensor(tensor, None, tensor.shape, tuple((0, n) for n in tensor.shape), found)
     different = np.flatnonzero(found.reshape(-1) != np.array(want))
     if not different.size:
         return None
