@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from common.quant import INT8, SPECS, Mxfp4, Packed, Rowwise, Storage, Transposed, bits_of
+from common.quant import INT8, Mxfp4, Packed, Rowwise, Storage, Transposed, bits_of
 from common.sharding import P
 from common.weights import Weight, is_weight, published_arrays, published_form, storage_for
 
@@ -55,11 +55,9 @@ def random_weight(
             return storage.convert(plain, dtype)
         return plain if form is None else Transposed(plain.swapaxes(-1, -2))
 
-    specs: Any = weight.spec
+    specs: Any = jax.tree.map(lambda x: x.spec, published_arrays(weight), is_leaf=is_weight)
     if storage is not None:
         specs = storage.specs(weight.spec)
-    elif form is not None:
-        specs = SPECS[form](weight.spec)
     return jax.shard_map(make, mesh=mesh, in_specs=P(), out_specs=specs)(key)
 
 
