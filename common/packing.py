@@ -89,9 +89,8 @@ def left_out(values: Mapping[str, Any]) -> tuple[str, ...]:
 def compressed_tensors(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Packing:
     """The package compressed-tensors: integers in groups or rows, or 8-bit floats in rows."""
     needed = dict(format=("pack-quantized", "float-quantized"), quantization_status="compressed")
-    nothing: Any = (None, {})
-    accepted = dict(kv_cache_scheme=None, sparsity_config=nothing, transform_config=nothing)
-    accepted |= dict(moe_sparsity_config=nothing)
+    others = ("sparsity_config", "moe_sparsity_config", "transform_config")
+    accepted: dict[str, Any] = dict.fromkeys(others, (None, {})) | dict(kv_cache_scheme=None)
     made = ("config_groups", "ignore", "version", "global_compression_ratio")
     is_published_in("compressed-tensors", hf, needed, accepted, ignored=made)
     groups = values.get("config_groups")
