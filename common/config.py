@@ -350,8 +350,7 @@ def read_rope(
     if not isinstance(scaling, str) or scaling not in scalings:
         raise refusal(f"{where}rope_type", scaling, ("default", *scalings))
     if "max_position_embeddings" in hf:
-        original = hf["max_position_embeddings"]
-        settings = {"original_max_position_embeddings": original, **settings}
+        settings = {"original_max_position_embeddings": hf["max_position_embeddings"], **settings}
     refuse_unknown(settings, known | annotations(scalings[scaling]).keys(), where)
     values = read_fields(scalings[scaling], settings, where)
     return fields | dict(rope_scaling=scalings[scaling](**values))

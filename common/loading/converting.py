@@ -37,8 +37,7 @@ def convert(
 
     one = partial(in_blocks, plain, out_axes(storage.specs)) if on_cpu else plain
     in_specs = SPECS[type(w)](spec) if is_stored(w) else spec
-    run = jax.shard_map(local, mesh=mesh, in_specs=(in_specs,), out_specs=storage.specs(spec))
-    return run(w)
+    return jax.shard_map(local, mesh=mesh, in_specs=(in_specs,), out_specs=storage.specs(spec))(w)
 
 
 def as_bits(x: jax.Array) -> jax.Array:
