@@ -77,16 +77,14 @@ def fp8_table(table: Table, projections: Collection[str], shards: Shards) -> Tab
     Each row whose name ends in one of `projections` becomes two: the values, and
     `<name>_scale_inv` for the scales of their blocks.
     """
-    fp8: Table = {}
+    fp8 = dict(table)
     for name, target in table.items():
         row = weight_of(target)
-        if row is None or name.removesuffix(".weight").split(".")[-1] not in projections:
-            fp8[name] = target
-            continue
-        path, order = row
-        in_blocks = None  # on one device the published order stays
-        if isinstance(order, Order) and shards.model > 1:
-            in_blocks = order._replace(size=order.size // FP8_BLOCK)
-        fp8[name] = f"{path}.values", order
-        fp8[f"{name}_scale_inv"] = f"{path}.scale", in_blocks
+        if row is not None and name.removesuffix(".weight").split(".")[-1] in projections:
+            path, order = row
+            in_blocks = None  # on one device the published order stays
+            if isinstance(order, Order) and shards.model > 1:
+                in_blocks = order._replace(size=order.size // FP8_BLOCK)
+            fp8[name] = f"{path}.values", order
+            fp8[f"{name}_scale_inv"] = f"{path}.scale", in_blocks
     return fp8
