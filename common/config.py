@@ -99,7 +99,7 @@ def read_config(
     if_null = {name: derive for name, derive in if_null.items() if name in hf}
     fields = read_fields(kind, hf, "", fields_read, {**if_missing, **if_null})
     check_accepted(hf, accepted := ONLY | dict(accepted))
-    names = {x for name in annotations(kind) for x in (name, second_name(kind, name))}
+    names = {x for name, hint in annotations(kind).items() for x in (name, second_name(hint, name))}
     known = {"model_type", *accepted, *ignored, *INERT, *names.difference(fields_read)}
     if rope := {"rope_theta", "partial_rotary_factor"} & fields_read.keys():
         known |= {"rope_scaling", "rope_parameters", *rope}
@@ -121,7 +121,7 @@ def read_fields(
     for name, annotation in annotations(kind).items():
         if name in fields_read:
             continue
-        other = second_name(kind, name)
+        other = second_name(annotation, name)
         key = keys[name] = spelling(values, name, other)
         if values.get(key) is None and name in if_missing:
             fields[name] = if_missing[name](fields)
@@ -140,10 +140,9 @@ def read_fields(
     return fields
 
 
-def second_name(kind: type, field: str) -> str:
+def second_name(annotation: Any, field: str) -> str:
     """The other key that an annotated field may have, or else the field's own name."""
-    extras = getattr(annotations(kind)[field], "__metadata__", ())
-    return next((extra for extra in extras if isinstance(extra, str)), field)
+    return next((x for x in getattr(annotation, "__metadata__", ()) if isinstance(x, str)), field)
 
 
 def spelling(values: Mapping[str, Any], field: str, other: str) -> str:
@@ -335,13 +334,12 @@ def read_rope(
     where += "."
     fields: dict[str, Any] = {}
     for field, missing_value in dict(rope_theta=theta, partial_rotary_factor=rotated).items():
-        if field in annotations(kind):
+        if hint := annotations(kind).get(field):
             part, at = (settings, where) if field in settings else (hf, "")
-            key = spelling(part, field, second_name(kind, field))
-            value = part.get(key, missing_value)
-            fields[field] = checked(value, annotations(kind)[field], at + key)
+            key = spelling(part, field, second_name(hint, field))
+            fields[field] = checked(part.get(key, missing_value), hint, at + key)
             if part is settings and hf.get(field) is not None:  # has no effect, but must be valid
-                checked(hf[field], annotations(kind)[field], field)
+                checked(hf[field], hint, field)
     scaling = settings.get("rope_type", settings.get("type", "default"))
     known = {"rope_type", "type", *fields, *ignored}
     if scaling == "default":
