@@ -10,12 +10,10 @@ from typing import Any
 from common.loading.files import first_line
 
 ADAPTER = "adapter_config.json"  # of an adapter, which may lie beside a model
-FILES = [
-    *("config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
-    *("added_tokens.json", "chat_template.json", "hf_quant_config.json", ADAPTER),
-    *("vocab.json", "merges.txt", "tiktoken.model"),
-]
+FILES = f"""config.json generation_config.json *.safetensors model.safetensors.index.json
+tokenizer.json tokenizer_config.json special_tokens_map.json chat_template.jinja
+added_tokens.json chat_template.json hf_quant_config.json {ADAPTER}
+vocab.json merges.txt tiktoken.model""".split()
 OTHER_LAYOUTS = ["*/*", "consolidated*"]  # the same weights, named as in the authors' own code
 
 
