@@ -107,11 +107,10 @@ def compressed_tensors(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Pack
         at = f"{where}input_activations."
         check_settings(activations, at, needed=dict(dynamic=True), ignored=activations)
     packing = weight_scheme(values["format"], group.get("weights"), f"{where}weights.")
-    targets = names_in(group, "targets", where)
-    return packing._replace(  # all matrices are in modules of the class Linear
-        targets=tuple(".*" if x == "Linear" else expression(x) for x in targets),
-        ignored=tuple(map(expression, names_in(values, "ignore", WHERE))),
-    )
+    # All matrices are in modules of the class Linear.
+    targets = (".*" if x == "Linear" else expression(x) for x in names_in(group, "targets", where))
+    ignored = map(expression, names_in(values, "ignore", WHERE))
+    return packing._replace(targets=tuple(targets), ignored=tuple(ignored))
 
 
 def weight_scheme(format: str, weights: Any, where: str) -> Packing:
