@@ -98,13 +98,12 @@ def read_config(
     check_accepted(hf, {"model_type": tuple(model_types)})
     if_null = {name: derive for name, derive in if_null.items() if name in hf}
     fields = read_fields(kind, hf, "", fields_read, {**if_missing, **if_null})
-    check_accepted(hf, accepted := ONLY | dict(accepted))
     names = {x for name, hint in annotations(kind).items() for x in (name, second_name(hint, name))}
-    known = {"model_type", *accepted, *ignored, *INERT, *names.difference(fields_read)}
+    known = {"model_type", *ignored, *INERT, *names.difference(fields_read)}
     if rope := {"rope_theta", "partial_rotary_factor"} & fields_read.keys():
         known |= {"rope_scaling", "rope_parameters", *rope}
     known |= {"quantization_config"} if {"packing", "mxfp4"} & {*fields_read} else set()
-    refuse_unknown(hf, known)
+    check_settings(hf, "", accepted=ONLY | dict(accepted), ignored=known)
     return kind(**fields)
 
 
