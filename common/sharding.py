@@ -101,24 +101,18 @@ def split_heads(num_heads: int, num_kv_heads: int, shards: int) -> Heads:
     group = num_heads // num_kv_heads
     copies = max(1, shards // num_kv_heads)
     per_copy = -(-group // copies)
-    kv = [k for k in range(num_kv_heads) for _ in range(copies)]
-    kv += [-1] * (round_up(len(kv), shards) - len(kv))
-    query = []
-    for i, k in enumerate(kv):
-        members = [(i % copies) * per_copy + j for j in range(per_copy)]
-        query += [k * group + g if k >= 0 and g < group else -1 for g in members]
-    return Heads(tuple(query), tuple(kv))
+    kv, query = list[int](), list[int]()
+    for k in range(num_kv_heads):
+        kv += [k] * copies
+        query += [k * group + g if g < group else -1 for g in range(copies * per_copy)]
+    zeros = [-1] * (-len(kv) % shards)
+    return Heads((*query, *(zeros * per_copy)), (*kv, *zeros))
 
 
 def split_fused(num_heads: int, shards: int, parts: int = 3) -> tuple[int, ...]:
     """The order of the heads of one matrix that is published as all queries, then all keys, then
     all values. Every device gets its queries, its keys, then its values. -1: a head of zeros."""
-    order = split_heads(num_heads, num_heads, shards).query
-    size = len(order) // shards
-    devices = (order[i : i + size] for i in range(0, len(order), size))
-    return tuple(
-        h + part * num_heads if h >= 0 else -1
-        for device in devices
-        for part in range(parts)
-        for h in device
-    )
+    # [devices, 1, heads] and [parts, 1]: together the heads of each part, on each device
+    query = np.reshape(split_heads(num_heads, num_heads, shards).query, (shards, 1, -1))
+    first = num_heads * np.arange(parts)[:, None]
+    return tuple(np.where(query >= 0, query + first, -1).ravel().tolist())
