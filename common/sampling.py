@@ -119,13 +119,13 @@ class Rules(NamedTuple):
 RULES_SPEC: Any = Rules(*(P(DATA),) * 6, seen_BV=P(DATA, MODEL))
 
 
-def ruled(logits_BV: Array, rules: Rules | None, axes: tuple[str, ...]) -> Array:
+def ruled(logits_BV: Array, rules: Rules | None) -> Array:
     """Applies the rules in the order of their fields, but for `allowed_BW`, which comes last. A
     logit that is no number stays, so that `sample` sees it."""
     if rules is None:
         return logits_BV
-    (B, V), first = logits_BV.shape, lax.axis_index(axes) * logits_BV.shape[1]
-    at_BN = own_index(rules.bias_id_BN, V, axes)
+    (B, V), first = logits_BV.shape, lax.axis_index(MODEL) * logits_BV.shape[1]
+    at_BN = own_index(rules.bias_id_BN, V)
     x_BV = logits_BV.at[jnp.arange(B)[:, None], at_BN].add(rules.bias_BN, mode="drop")
     if rules.seen_BV is not None:
         factor_BV = jnp.where(rules.seen_BV > 0, rules.repetition_B[:, None], 1)
@@ -141,17 +141,17 @@ def ruled(logits_BV: Array, rules: Rules | None, axes: tuple[str, ...]) -> Array
     return jnp.where((bits_BV > 0) | ~(x_BV < jnp.inf), x_BV, -jnp.inf)
 
 
-def count_token(rules: Rules, token_B: Array, is_on_B: Array, axes: tuple[str, ...]) -> Rules:
+def count_token(rules: Rules, token_B: Array, is_on_B: Array) -> Rules:
     """Counts the newest token of the slots that are on."""
     if (seen_BV := rules.seen_BV) is None:
         return rules
-    at_B = own_index(jnp.where(is_on_B, token_B, -1), seen_BV.shape[1], axes)
+    at_B = own_index(jnp.where(is_on_B, token_B, -1), seen_BV.shape[1])
     return rules._replace(seen_BV=seen_BV.at[jnp.arange(len(at_B)), at_B].add(2, mode="drop"))
 
 
-def own_index(id_: Array, V: int, axes: tuple[str, ...]) -> Array:
+def own_index(id_: Array, V: int) -> Array:
     """The index of ids in the device's part of the vocabulary; V, which is none, for the others."""
-    at = id_ - lax.axis_index(axes) * V
+    at = id_ - lax.axis_index(MODEL) * V
     return jnp.where((at >= 0) & (at < V), at, V)
 
 
@@ -297,31 +297,25 @@ class Scores(NamedTuple):
     score_BTX: Array  # float32, of these
 
 
-def scores(
-    logits_BTV: Array,
-    tokens_BT: Array,
-    wanted: Array | bool,
-    vocab_size: int,
-    axes: tuple[str, ...],
-) -> Scores:
+def scores(logits_BTV: Array, tokens_BT: Array, wanted: Array | bool, vocab_size: int) -> Scores:
     """Scores tokens_BT (int32) and the X = LIKELIEST likeliest tokens, or all if there are fewer,
     by float32 logits; gives zeros if the bool scalar `wanted` is false. Called inside `shard_map`,
     where V is the device's part of the vocabulary. A device sends its X candidates, no logits."""
     V = logits_BTV.shape[-1]
-    first, n = lax.axis_index(axes) * V, min(LIKELIEST, vocab_size)
+    first, n = lax.axis_index(MODEL) * V, min(LIKELIEST, vocab_size)
 
     def compute() -> Scores:
         x_BTV = jnp.where(first + jnp.arange(V) < vocab_size, logits_BTV, -jnp.inf)
-        max_BT = lax.pmax(x_BTV.max(-1), axes)  # one per device -> replicated, here and below
-        total_BT = jnp.log(lax.psum(jnp.exp(x_BTV - max_BT[..., None]).sum(-1), axes)) + max_BT
-        at_BT = tokens_BT - first
-        own_BT = jnp.take_along_axis(x_BTV, jnp.clip(at_BT, 0, V - 1)[..., None], axis=-1)[..., 0]
-        own_BT = lax.psum(jnp.where((at_BT >= 0) & (at_BT < V), own_BT, 0), axes)
+        max_BT = lax.pmax(x_BTV.max(-1), MODEL)  # one per device -> replicated, here and below
+        total_BT = jnp.log(lax.psum(jnp.exp(x_BTV - max_BT[..., None]).sum(-1), MODEL)) + max_BT
+        at_BT1 = own_index(tokens_BT, V)[..., None]
+        own_BT1 = jnp.take_along_axis(x_BTV, at_BT1, axis=-1, mode="fill", fill_value=0)
+        own_BT = lax.psum(own_BT1[..., 0], MODEL)
         top_BTX, at_BTX = lax.top_k(x_BTV, min(n, V))
-        gather = partial(lax.all_gather, axis_name=axes, axis=2, tiled=True)  # own -> all
+        gather = partial(lax.all_gather, axis_name=MODEL, axis=2, tiled=True)  # own -> all
         top_BTX, order_BTX = lax.top_k(gather(top_BTX), n)
         id_BTX = jnp.take_along_axis(gather(first + at_BTX), order_BTX, axis=-1)
-        top_BTX, id_BTX = lax.pmax((top_BTX, id_BTX), axes)  # equal: now `shard_map` knows it
+        top_BTX, id_BTX = lax.pmax((top_BTX, id_BTX), MODEL)  # equal: now `shard_map` knows it
         return Scores(own_BT - total_BT, id_BTX, top_BTX - total_BT[..., None])
 
     def skip() -> Scores:

@@ -45,7 +45,7 @@ def verify(
     count [B]: all up to and including the first that differs from the draft for its position.
     """
     logits = [logits_BTV[:, t] for t in range(logits_BTV.shape[1])]
-    logits[0] = ruled(logits[0], rules, MODEL)
+    logits[0] = ruled(logits[0], rules)
     new = [sample(x, sampling, length_B + t + 1, vocab_size, MODEL) for t, x in enumerate(logits)]
     tokens_BT = jnp.stack(new, axis=1)
     right_BK = tokens_BT[:, :-1] == draft_BK
@@ -117,10 +117,8 @@ def generate(
         newest_B = new_BT[jnp.arange(len(new_BT)), count_B - 1]
         token_B = jnp.where(is_filled, newest_B, state.token_B)
         state = state._replace(cache=cache, length_B=length_B + count_B, token_B=token_B)
-        scored = None
-        if wanted is not None:
-            scored = scores(logits_BTV, new_BT, wanted, config.vocab_size, MODEL)
-        rules = rules and count_token(rules, newest_B, is_filled, MODEL)
+        scored = None if wanted is None else scores(logits_BTV, new_BT, wanted, config.vocab_size)
+        rules = rules and count_token(rules, newest_B, is_filled)
         new_BT = counting(new_BT, count_B)
         return state, jnp.where(tokens_BT == NO_DRAFT, NO_DRAFT, new_BT), scored, rules
 

@@ -89,7 +89,7 @@ def answers(session, requests):
 @functools.cache
 def ruler(shape):
     def body(x_BV, rules, token_B, is_on_B):
-        return ruled(x_BV, rules, AXES), count_token(rules, token_B, is_on_B, AXES).seen_BV
+        return ruled(x_BV, rules), count_token(rules, token_B, is_on_B).seen_BV
 
     split, by_slot = P("data", AXES), P("data")
     return jax.jit(
@@ -155,7 +155,7 @@ def test_a_logit_that_is_no_number_is_not_hidden_by_a_rule():
         None,
     )
     run = jax.shard_map(
-        lambda x, rules: ruled(x, rules, AXES),
+        ruled,
         mesh=make_mesh(),
         in_specs=(P("data", AXES), RULES_SPEC),
         out_specs=P("data", AXES),

@@ -102,12 +102,12 @@ def prefill_asked(
         given: Any = weights, state.cache, real_BT, end_B, config, implementation
         logits, cache = model.forward(*given, count_B - 1 if after_B is None else None)
         last = jnp.arange(len(count_B)), count_B - 1
-        last_BV = ruled(logits if after_B is None else logits[last], rules, MODEL)
+        last_BV = ruled(logits if after_B is None else logits[last], rules)
         token_B = sample(last_BV, state.sampling, length_B, config.vocab_size, MODEL)
         if after_B is not None:
             next_BT = jnp.roll(tokens_BT, -1, axis=1)
             next_BT = next_BT.at[last].set(jnp.where(after_B < 0, token_B, after_B))
-            scored = scores(logits, next_BT, True, config.vocab_size, MODEL)
+            scored = scores(logits, next_BT, True, config.vocab_size)
         token_B = jnp.where(is_on_B, token_B, state.token_B)
         return state._replace(cache=cache, length_B=length_B, token_B=token_B), scored
 
