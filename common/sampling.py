@@ -61,8 +61,7 @@ def sampling_params(
             raise ValueError(f"{name} must be one value or {n}, got shape {row.shape}")
         for value in row.flat:
             check(name, value)
-        array = jnp.asarray(row.astype(PARAMETERS[name].dtype))
-        columns.append(jnp.broadcast_to(array, (n,)))  # traced: n may be any number
+        columns.append(jnp.full(n, row.astype(PARAMETERS[name].dtype)))
     return Sampling(*columns)
 
 
@@ -90,12 +89,10 @@ PENALTIES = {
 def check(name: str, value: Any) -> None:
     """ValueError if a parameter has an invalid value."""
     dtype, valid, must_be = (PARAMETERS | PENALTIES)[name]
-    real = dtype is np.float32
+    kind = Real if dtype is np.float32 else Integral
     with np.errstate(over="ignore"):
         # Judged as the float32 that it becomes: 1e-60 is not a positive top_p.
-        if not isinstance(value, Real if real else Integral) or not valid(
-            dtype(value) if real else value
-        ):
+        if not isinstance(value, kind) or not valid(dtype(value) if kind is Real else value):
             raise ValueError(f"{name} must be {must_be}, got {value!r}")
 
 
