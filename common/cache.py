@@ -245,19 +245,15 @@ def attend(
         told = dict(scale=scale, window=window, chunk=chunk, sinks_N=sinks_N)
         given = {name: option for name, option in told.items() if option is not None}
         return attend_slots(partial(definition, **given), q_BTNH, cache, end_B)
-    options: Any = dict(k_scale_BKS=cache.k_scale, v_scale_BKS=cache.v_scale, sinks_N=sinks_N)
-    if isinstance(cache, RowCache):
-        options |= dict(k_BKSH=cache.rows, v_BKSH=None, v_dim=H)
-    else:
-        options |= dict(k_BKSH=cache.k, v_BKSH=cache.v)
-    options |= dict(scale=scale, wraps=cache.ring is not None, implementation=implementation)
+    k, v, v_dim = (cache.rows, None, H) if isinstance(cache, RowCache) else (cache.k, cache.v, None)
+    options: Any = dict(k_scale_BKS=cache.k_scale, v_scale_BKS=cache.v_scale, v_dim=v_dim)
+    options |= dict(scale=scale, sinks_N=sinks_N, wraps=cache.ring is not None)
     if T > FEW_QUERIES:
         attend: Any = partial(prefill_attention, window=window, chunk=chunk)
     else:
         starts = first_seen(end_B[:, None] - T + jnp.arange(T), window, chunk)
         attend = partial(ragged_decode_attention, starts=starts)
-    o: Array = attend(q_BTNH, lengths_B=end_B, **options)
-    return o
+    return attend(q_BTNH, k, v, end_B, implementation=implementation, **options)
 
 
 def attend_slots(
