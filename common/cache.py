@@ -163,8 +163,7 @@ def write(cache: Layer, new: Layer, start_B: Array) -> Layer:
         # A TPU stores narrow rows transposed; a scatter would transpose the whole cache twice.
         return lax.platform_dependent(old, new, start_B, tpu=copy_tokens, default=scatter_token)
 
-    written: Layer = jax.tree.map(write_array, cache, new)
-    return written
+    return jax.tree.map(write_array, cache, new)
 
 
 def scatter_token(cache: Array, new: Array, start_B: Array) -> Array:

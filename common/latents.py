@@ -80,8 +80,8 @@ def attend_latent(
 def attend_by(definition: Callable[..., Array], q: Any, cache: RowCache, end_B: Array) -> Array:
     """Attention by the model file's own definition, in float32 and one slot at a time. It gets q
     [T, N, ...], the rows of all positions [S, W], and the positions of both."""
-    (like, *_), gather = jax.tree.leaves(q), partial(lax.all_gather, axis_name=TENSOR)
-    rows, scale = jax.tree.map(partial(gather, axis=2, tiled=True), (cache.rows, cache.k_scale))
+    like = jax.tree.leaves(q)[0]
+    rows, scale = lax.all_gather((cache.rows, cache.k_scale), TENSOR, axis=2, tiled=True)
     rows_BSW = rows[:, 0].astype(jnp.float32) * (1 if scale is None else scale[:, 0, :, None])
     position_S = jnp.arange(rows_BSW.shape[1])
     rows_BSW = jnp.where((position_S < end_B[:, None])[..., None], rows_BSW, 0)  # may be NaN
@@ -138,8 +138,7 @@ def attend_expanded(
 
     blocked = partial(in_parts, expanded, cache, end_B)
     plain: Any = dict(blocked=blocked, gpu=blocked)
-    o_BTNJ: Array = choose(implementation, plain, kernels)()
-    return o_BTNJ
+    return choose(implementation, plain, kernels)()
 
 
 def in_parts(
@@ -171,5 +170,4 @@ def part_of(cache: RowCache, first: ArrayLike, size: int) -> RowCache:
         mine = (at >= 0) & (at < places(cache))
         return lax.psum(jnp.where(mine, x, 0), TENSOR)  # zeros elsewhere -> all
 
-    part: RowCache = jax.tree.map(read, cache)
-    return part
+    return jax.tree.map(read, cache)

@@ -51,8 +51,7 @@ def is_recurrent(cache: tuple[Any, ...]) -> bool:
 
 def newest_steps(cache: tuple[Any, ...]) -> Array | None:
     """Where the newest step of each slot began, int32 [B]; None if no layer is recurrent."""
-    found = [layer.length[:, 0, 0] for layer in cache if isinstance(layer, Recurrent)]
-    return found[0] if found else None
+    return next((layer.length[:, 0, 0] for layer in cache if isinstance(layer, Recurrent)), None)
 
 
 def past(cache: Recurrent, start_B: Array) -> Past:
