@@ -220,21 +220,18 @@ def copy(session: Session, row: int, place: Place, length: int) -> None:
     if place.tier != SLOT:
         held, number = jax.tree.map(whole, session.prefixes[row].texts[place].arrays), 0
     prompts = tuple(state.cache for state in session.prompts)
-    at = (only(session, row, n) for n in (number, 0, length))
-    copied = copy_prefixes(prompts, held, *at, **placement(session))
+    copied = copy_prefix(session, row, prompts, held, number, length)
     pairs = zip(session.prompts, copied, strict=True)
     session.prompts = [state._replace(cache=cache) for state, cache in pairs]
 
 
-def only(session: Session, row: int, value: int) -> jax.Array:
-    values = np.where(np.arange(session.rows) == row, np.int32(value), 0)
-    return jax.device_put(values, session.by_shard)
-
-
-def placement(session: Session) -> dict[str, Any]:
-    """Where the caches of all models are."""
+def copy_prefix(session: Session, row: int, to: Any, source: Any, number: int, length: int) -> Any:
+    """`copy_prefixes` of all models, from slot `number` of one data shard to its slot 0."""
+    at = np.zeros((3, session.rows), np.int32)  # nothing is copied on the other shards
+    at[:, row] = number, 0, length
     spec = tuple(model.module.STATE_SPEC.cache for model in session.models)
-    return dict(spec=spec, mesh=session.model.mesh)
+    placed = jax.device_put([*at], session.by_shard)
+    return copy_prefixes(to, source, *placed, spec=spec, mesh=session.model.mesh)
 
 
 # ---- texts without a slot
@@ -286,8 +283,8 @@ def take(session: Session, row: int, place: Place, length: int) -> Any:
 
     states = session.prompts if place.tier == PROMPT else session.states
     caches = tuple(state.cache for state in states)
-    at = (only(session, row, n) for n in (place.number, 0, length))
-    held = copy_prefixes(jax.tree.map(room, caches), caches, *at, **placement(session))
+    new = jax.tree.map(room, caches)
+    held = copy_prefix(session, row, new, caches, place.number, length)
     return jax.tree.map(partial(shard_of, row=row), held)
 
 
