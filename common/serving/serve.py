@@ -126,10 +126,10 @@ def receive(session: Session) -> None:
             guide = request.grammar and start_guide(session.model, request.grammar)
             session.works[number] = work = Work(number, request, prompt, speech, guide=guide)
             session.waiting[number] = work
-        elif (given_up := session.works.pop(number, None)) is not None:
-            given_up.ended = True
+        else:
+            session.works.pop(number, None)
             session.waiting.pop(number, None)
-    session.reading = {row: work for row, work in session.reading.items() if not work.ended}
+    session.reading = {row: x for row, x in session.reading.items() if x.number in session.works}
 
 
 def admit(session: Session) -> None:
@@ -158,7 +158,7 @@ def book(session: Session, behind: Ahead) -> list[Event]:
     with timed(stats, "prefill_s" if behind.mixed else "decode_s"):
         new = jax.tree.map(np.asarray, behind.new)
     for row, work in behind.works.items():
-        events += [] if work.ended else add(session, work, new, row)
+        events += add(session, work, new, row) if work.number in session.works else []
     if events and not stats.first_token_s:
         stats.first_token_s = time.perf_counter() - session.began
     return events
@@ -186,7 +186,6 @@ def add(session: Session, work: Work, new: Any, row: int) -> list[Event]:
             event = event._replace(score=score_of(scores, row, t, request.logprobs))
         events.append(event)
         if event.finish is not None:
-            work.ended = True
             del session.works[work.number]
             break
     return events

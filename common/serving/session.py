@@ -100,7 +100,6 @@ class Work:
     text: Text = field(default_factory=Text)  # what others can reuse of it
     cached: int = 0  # how many prompt tokens are read
     keep_at: Collection[int] = ()  # the lengths at which the states of recurrent layers are kept
-    ended: bool = False  # or given up
     scores: list[Score] = field(default_factory=list)  # of the prompt and of the first token
     counts: Counts = field(default_factory=Counts)
     guide: Any = None  # how far the reply has come in its grammar
@@ -160,7 +159,7 @@ class Session:
     prefixes: list[Prefixes]  # what each data shard holds
     seen_BV: jax.Array | None = None  # of `Rules`, for all slots, once a request has a penalty
     arrived: list[tuple[int, Request | None]] = field(default_factory=list)  # None: given up
-    works: dict[int, Work] = field(default_factory=dict)  # all that have not ended, by number
+    works: dict[int, Work] = field(default_factory=dict)  # by number, until ended or given up
     waiting: dict[int, Work] = field(default_factory=dict)  # by number, in order
     reading: dict[int, Work] = field(default_factory=dict)  # by data shard; the first is next
     read: dict[int, Work] = field(default_factory=dict)  # by data shard; not in a slot yet

@@ -190,7 +190,8 @@ def generate(session: Session) -> None:
 def drop_ended(session: Session) -> None:
     """Frees the slots of requests that have ended, or were given up. A text stays in its slot until
     that is needed; the newest token is not in the cache."""
-    ended, state = {n: x for n, x in session.running.items() if x.ended}, session.states[0]
+    ended = {n: x for n, x in session.running.items() if x.number not in session.works}
+    state = session.states[0]
     for slot, work in ended.items():
         row, number = divmod(slot, session.per_row)
         index, place = session.prefixes[row], Place(SLOT, number)
