@@ -30,9 +30,7 @@ def check_grammar(model: Model, grammar: str) -> None:
 
 @lru_cache(maxsize=64)  # a request is checked when it is read, and again when it is submitted
 def error_in(vocabulary: Any, grammar: str) -> str:
-    from llguidance import LLMatcher
-
-    guide = LLMatcher(vocabulary, grammar, log_level=0)
+    guide = start_guide(vocabulary, grammar)
     guide.compute_bitmask()
     return guide.get_error().partition("<state>")[0].replace("NoExtensionBias", "no text fits it")
 
@@ -52,11 +50,11 @@ def _vocabulary(backend: Any, size: int, stop_ids: frozenset[int]) -> Any:
     return LLTokenizer(backend.to_str(), size, [*stop_ids] or None)
 
 
-def start_guide(model: Model, grammar: str) -> Any:
+def start_guide(vocabulary: Any, grammar: str) -> Any:
     """A matcher, which follows a reply in its grammar."""
     from llguidance import LLMatcher
 
-    return LLMatcher(vocabulary_of(model), grammar, log_level=0)
+    return LLMatcher(vocabulary, grammar, log_level=0)
 
 
 def allowed_words(model: Model, works: Mapping[int, Work], rows: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from common.sampling import INVALID, WHY_INVALID
 from common.serving import steps
 from common.serving.load import Model
 from common.serving.prefixes import longest
-from common.serving.rules import check_grammar, start_guide
+from common.serving.rules import check_grammar, start_guide, vocabulary_of
 from common.serving.score import score_of
 from common.serving.session import (
     PROMPT_CHUNK,
@@ -123,7 +123,7 @@ def receive(session: Session) -> None:
             prompt, tok = [*request.prompt], session.model.tokenizer
             settings = request.is_chat, request.stop, request.keep_special
             speech = tok and start_speech(tok, prompt, *settings)
-            guide = request.grammar and start_guide(session.model, request.grammar)
+            guide = request.grammar and start_guide(vocabulary_of(session.model), request.grammar)
             session.works[number] = work = Work(number, request, prompt, speech, guide=guide)
             session.waiting[number] = work
         else:
