@@ -113,12 +113,11 @@ def rules_of(
             bias_id_BN[row, i], bias_BN[row, i] = id_, bias
         for value_B, name in zip(penalties, PENALTIES, strict=True):
             value_B[row] = getattr(work.request, name)
-    if not any(work.request.has_penalty for work in works.values()):
-        seen_BV = None
-    elif seen_BV is None:
-        seen_BV = seen_tokens(model, works, rows)
-    if seen_BV is not None:
+    if any(work.request.has_penalty for work in works.values()):
+        seen_BV = seen_tokens(model, works, rows) if seen_BV is None else seen_BV
         seen_BV = jax.device_put(seen_BV, NamedSharding(model.mesh, RULES_SPEC.seen_BV))
+    else:
+        seen_BV = None
     new = allowed_words(model, works, rows), bias_id_BN, bias_BN, *penalties
     placed: Any = *jax.device_put(new, session.by_shard), seen_BV
     return Rules(*placed)
