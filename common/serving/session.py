@@ -176,11 +176,6 @@ class Session:
         return self.models[0]
 
     @property
-    def is_recurrent(self) -> bool:
-        """Whether layers have a state, which can be continued only where it was kept."""
-        return any(is_recurrent(state.cache) for state in self.states)
-
-    @property
     def per_row(self) -> int:
         return self.slots // self.rows
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from common.cache import COPY_BLOCK, copy_prefixes
+from common.recurrent import is_recurrent
 from common.sampling import INVALID, PARAMETERS, RULES_SPEC, sampling_params
 from common.serving import prefixes
 from common.serving.prefixes import HOST, KEPT, PROMPT, READING, SLOT, Place, Text
@@ -35,7 +36,8 @@ def begin(session: Session, row: int, work: Work, place: Place, length: int) -> 
         # A ring is copied as a whole, so it may hold later positions of the other text.
         work.text.written = index.texts[place].written
     work.cached, work.counts = length, work.counts._replace(cached=length)
-    if session.is_recurrent:  # at the last whole chunk, and where another prompt went on otherwise
+    # A state is kept at the last whole chunk, and where another prompt went on otherwise.
+    if any(is_recurrent(state.cache) for state in session.states):
         shared = prefixes.known(index, work.tokens, work.request.cache_salt)
         ends = shared, len(work.tokens) - 1
         work.keep_at = [n // PROMPT_CHUNK * PROMPT_CHUNK for n in ends]
