@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 BLOCK = 16  # tokens; beginnings that are shorter are not worth a copy
@@ -35,7 +35,7 @@ class Text:
     tokens: Sequence[int] = ()
     written: int = 0  # positions written in this place so far, including any after the tokens
     arrays: Any = None  # their caches, in a place without a slot
-    used: int = 0  # the time of the last use, as `Prefixes` counts it
+    used: int = 0  # the time of the last use, by the clock of `Prefixes`
     salt: str = ""  # only a prompt with the same one can start from this text
     state_at: int = 0  # the one length from which recurrent layers continue, if there are any
 
@@ -51,7 +51,7 @@ class Prefixes:
     usable: Callable[[Text, int], int] = lambda text, n: n
     texts: dict[Place, Text] = field(default_factory=dict)
     holders: defaultdict[bytes, set[Place]] = field(default_factory=lambda: defaultdict(set))
-    time: int = 0
+    clock: Iterator[int] = field(default_factory=lambda: count(1))
 
 
 def beginnings(tokens: Sequence[int], salt: str = "") -> Iterator[bytes]:
@@ -69,15 +69,13 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 def use(prefixes: Prefixes, place: Place) -> None:
     """Notes that the text of a place was needed."""
-    prefixes.time += 1
-    prefixes.texts[place].used = prefixes.time
+    prefixes.texts[place].used = next(prefixes.clock)
 
 
 def hold(prefixes: Prefixes, place: Place, text: Text) -> None:
     """Notes that a place now holds a text and nothing else. If that is new, it is used now."""
     forget(prefixes, place)
-    prefixes.time += 1
-    text.used = text.used or prefixes.time
+    text.used = text.used or next(prefixes.clock)
     prefixes.texts[place] = text
     for key in text.keys:
         prefixes.holders[key].add(place)

@@ -324,4 +324,4 @@ def keep(session: Session, row: int, place: Place) -> None:
         there.remove(least)
         empty(session, row, least)
     text.arrays = jax.tree.map(partial(moved, memory=MEMORY[tier]), arrays)
-    prefixes.hold(index, Place(tier, index.time), text)
+    prefixes.hold(index, Place(tier, next(index.clock)), text)
