@@ -193,23 +193,22 @@ def add(session: Session, work: Work, new: Any, row: int) -> list[Event]:
 
 def end_of(session: Session, work: Work, event: Event) -> Event:
     """The event of a request's newest token, with its text, and whether the reply ends there."""
-    tok, finish, request, text = session.model.tokenizer, None, work.request, ""
+    tok, request, guide, text = session.model.tokenizer, work.request, work.guide, ""
+    # The newest token is not in the cache.
+    is_full = work.made == request.max_new_tokens or len(work.tokens) > session.capacity
+    finish = "length" if is_full else None
     if event.token == INVALID:
         finish = "invalid"
     elif event.token in request.stop_ids:
         finish = "stop"
-    # The newest token is not in the cache.
-    elif work.made == request.max_new_tokens or len(work.tokens) > session.capacity:
-        finish = "length"
-    if tok is None or work.speech is None:
-        return event._replace(finish=finish)
-    guide = work.guide
-    if finish in (None, "length") and guide and not guide.consume_token(event.token):
+    elif guide and not guide.consume_token(event.token):
         finish = "invalid"  # it has grown too large
-    elif finish in (None, "length"):
+    elif tok and work.speech:
         work.speech, text = say(tok, work.speech, event.token)
         if work.speech.stream.stopped or (guide and guide.is_stopped()):
             finish = "stop"
+    if tok is None or work.speech is None:
+        return event._replace(finish=finish)
     text += end_speech(tok, work.speech) if finish else ""
     return event._replace(finish=finish, text=text, channel=work.speech.channel)
 
