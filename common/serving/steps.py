@@ -134,10 +134,9 @@ def settle(session: Session) -> None:
         slot_B[row], texts[i, : len(work.tokens)] = place.number, work.tokens
         slots.append(first + place.number)
         session.running[slots[-1]] = work
-    session.read = {}
-    if any(session.running[slot].request.has_penalty for slot in slots):
-        new = dict(enumerate(session.running[slot] for slot in slots))
-        seen = seen_tokens(session.model, new, len(slots))
+    new, session.read = dict(enumerate(session.read.values())), {}
+    if any(work.request.has_penalty for work in new.values()):
+        seen = seen_tokens(session.model, new, len(new))
         sharding = NamedSharding(session.model.mesh, RULES_SPEC.seen_BV)
         if session.seen_BV is None:
             session.seen_BV = jnp.zeros((session.slots, seen.shape[1]), jnp.int32, device=sharding)
