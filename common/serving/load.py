@@ -168,12 +168,11 @@ def read_weights(
     model: Model, progress: Progress | None = None, seed: int = 0, allow_nonfinite: bool = False
 ) -> Model:
     """Puts the weights of `model` on its mesh: reads the checkpoint, or makes them from `seed`."""
-    module, config, mesh, storage = model.module, model.config, model.mesh, model.storage
     if model.directory is None:
-        layout, _ = declare(module, config, model_shards(mesh))
-        weights = random_weights(layout, mesh, model.dtype, seed, storage)
+        layout, _ = declare(model.module, model.config, model_shards(model.mesh))
+        weights = random_weights(layout, model.mesh, model.dtype, seed, model.storage)
         return model._replace(weights=jax.block_until_ready(rows_together(weights)))
-    options: Any = dict(storage=storage, progress=progress, allow_nonfinite=allow_nonfinite)
-    where = model.directory, module, config, mesh, model.dtype
+    options: Any = dict(storage=model.storage, progress=progress, allow_nonfinite=allow_nonfinite)
+    where = model.directory, model.module, model.config, model.mesh, model.dtype
     weights = load_weights(*where, adapter=model.adapter, **options)
     return model._replace(weights=weights)

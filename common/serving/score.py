@@ -19,8 +19,7 @@ from common.weights import specs_like
 
 
 class Score(NamedTuple):
-    """The log-probability of a token, and ids and log-probabilities of the likeliest, under the
-    model's own distribution, before temperature and filters."""
+    """`Scores` of one token: its log-probability; ids and log-probabilities of the likeliest."""
 
     logprob: float
     likeliest: list[tuple[int, float]]
