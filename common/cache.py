@@ -85,11 +85,10 @@ def empty_cache(
     """An empty cache of one layer: a `RowCache` if H is not a multiple of 128, else a `KVCache`.
     With a window or a chunk it has a `Ring`, if that is smaller than S."""
     (B, K, S, H), dtype = shape_BKSH, cache_dtype_of(dtype)
-    ring = None
-    if (reach := window or chunk) is not None:
-        # A lap of the ring is a whole number of chunks.
-        size = round_up(reach + APPENDED, chunk or RING_UNIT)
-        S, ring = (size, Ring(reach)) if size < S else (S, None)
+    reach, ring = window or chunk, None
+    # A lap of the ring is a whole number of chunks.
+    if reach and (size := round_up(reach + APPENDED, chunk or RING_UNIT)) < S:
+        S, ring = size, Ring(reach)
     scale = partial(jnp.zeros, (B, K, S), jnp.float32) if dtype == jnp.int8 else lambda: None
     if H % LANES:
         return RowCache(jnp.zeros((B, K, S, 2 * H), dtype), scale(), scale(), ring)
@@ -168,9 +167,8 @@ def write(cache: Layer, new: Layer, start_B: Array) -> Layer:
 
 def scatter_token(cache: Array, new: Array, start_B: Array) -> Array:
     """Writes new [B, K, 1, ...] to position start_B of cache [B, K, S, ...]: one token a slot."""
-    S = cache.shape[2]
     # A negative index would wrap around, so a skipped slot's token goes past the end instead.
-    at_B = jnp.where(start_B < 0, S, start_B)
+    at_B = jnp.where(start_B < 0, cache.shape[2], start_B)
     new = new.squeeze(2)
     return lax.platform_dependent(cache, new, at_B, tpu=scatter_rows, default=scatter_slots)
 
@@ -332,8 +330,7 @@ def copy_prefixes(
     donated `cache`. The arrays have the same number of rows for each data shard, and a copy stays
     on its shard: slots are numbered within it. A length of 0 copies nothing."""
     specs = (spec, spec, P(DATA), P(DATA), P(DATA))
-    copy = partial(copy_blocks, spec=spec)
-    run = jax.shard_map(copy, mesh=mesh, in_specs=specs, out_specs=spec)
+    run = jax.shard_map(partial(copy_blocks, spec=spec), mesh=mesh, in_specs=specs, out_specs=spec)
     return run(cache, source, from_R, to_R, length_R)
 
 
