@@ -139,8 +139,8 @@ def decode(
     states: Sequence[Any],
     text_BS: Array | None,
     wanted: Array | None,
-    rules: Rules | None = None,
-    is_ruled_B: Array | None = None,
+    rules: Rules | None,
+    is_ruled_B: Array,
     *,
     files: tuple[tuple[ModuleType, Any], ...],
     mesh: Mesh,
@@ -151,17 +151,16 @@ def decode(
     models. `files` has each model's file and config. Slots with rules, is_ruled_B, verify no draft.
 
     Returns the states, text_BS with the new tokens, the rules, the new tokens [B, K + 1], and their
-    scores. If K is 0, text_BS may be None.
+    scores. If text_BS is None, there are no drafts.
     """
     (main, *rest), where = states, dict[str, Any](mesh=mesh, implementation=implementation)
     (model, config), length_B = files[0], main.length_B
     draft_BK = jnp.zeros((len(length_B), 0), jnp.int32)
-    if K and rest:
+    if rest:
         draft_BK, rest[0] = draft(*files[1], weights[1], rest[0], main, text_BS, K, **where)
-    elif K and text_BS is not None:
+    elif text_BS is not None:
         draft_BK = lookup(text_BS, length_B, K)
-    if is_ruled_B is not None:
-        draft_BK = jnp.where(is_ruled_B[:, None], NO_DRAFT, draft_BK)
+    draft_BK = jnp.where(is_ruled_B[:, None], NO_DRAFT, draft_BK)
     known: Any = weights[0], main, draft_BK, wanted, rules
     main, new_BT, scored, rules = generate(model, *known, config=config, **where)
     if text_BS is not None:

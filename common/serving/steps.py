@@ -176,11 +176,11 @@ def generate(session: Session) -> None:
                 # An array, so that one program serves steps with and without scores.
                 np.array(wanted) if session.logprobs else None,
                 rules,
-                None if rules is None else is_ruled_B,
+                is_ruled_B,
                 files=tuple((model.module, model.config) for model in models),
                 mesh=model.mesh,
                 implementation=model.static["implementation"],
-                K=session.draft_tokens if session.text_BS is not None else 0,
+                K=session.draft_tokens,
             )
             if rules is not None and rules.seen_BV is not None:
                 session.seen_BV = rules.seen_BV
