@@ -53,8 +53,7 @@ def sum_over_experts(of_expert: Callable[[jax.Array, Any], jax.Array], w: Any) -
     """Sums of_expert(e, its matrices) over a device's experts; e is one's number among all."""
     E = num_experts(w)
     first = lax.axis_index(EXPERT) * E  # the device has experts first, first + 1, ...
-    parts: jax.Array = lax.map(lambda e: of_expert(*e), (first + jnp.arange(E), w))
-    return parts.sum(axis=0)
+    return lax.map(lambda e: of_expert(*e), (first + jnp.arange(E), w)).sum(axis=0)
 
 
 def dot_one(x: jax.Array, w: Any, bias_EO: jax.Array | None = None) -> jax.Array:

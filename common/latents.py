@@ -137,8 +137,7 @@ def attend_expanded(
         return dict(tpu=Kernel("tpu", on_tpu, unsupported(q_BTNH, cache.rows)))
 
     blocked = partial(in_parts, expanded, cache, end_B)
-    plain: Any = dict(blocked=blocked, gpu=blocked)
-    return choose(implementation, plain, kernels)()
+    return choose(implementation, dict(blocked=blocked, gpu=blocked), kernels)()
 
 
 def in_parts(
