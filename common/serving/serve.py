@@ -20,7 +20,7 @@ from common.machines.hosts import share
 from common.sampling import INVALID, WHY_INVALID
 from common.serving import steps
 from common.serving.load import Model
-from common.serving.prefixes import longest
+from common.serving.prefixes import Text, longest
 from common.serving.rules import check_grammar, start_guide, vocabulary_of
 from common.serving.score import score_of
 from common.serving.session import (
@@ -124,8 +124,8 @@ def receive(session: Session) -> None:
             settings = request.is_chat, request.stop, request.keep_special
             speech = tok and start_speech(tok, prompt, *settings)
             guide = request.grammar and start_guide(vocabulary_of(session.model), request.grammar)
-            session.works[number] = work = Work(number, request, prompt, speech, guide=guide)
-            session.waiting[number] = work
+            work = Work(number, request, prompt, speech, Text(salt=request.cache_salt), guide=guide)
+            session.works[number] = session.waiting[number] = work
         else:
             session.works.pop(number, None)
             session.waiting.pop(number, None)
@@ -145,8 +145,7 @@ def admit(session: Session) -> None:
         work = session.waiting.pop(next(iter(session.waiting)))
         # The last token is read for its logits, and all are if the prompt is scored.
         tokens = [] if work.request.echo else work.tokens[:-1]
-        salt = work.request.cache_salt
-        found = {row: longest(session.prefixes[row], tokens, salt) for row in rows}
+        found = {row: longest(session.prefixes[row], tokens, work.text.salt) for row in rows}
         row = max(rows, key=lambda row: (found[row][1], -taken.count(row)))
         steps.begin(session, row, work, *found[row])
 

@@ -38,7 +38,7 @@ def begin(session: Session, row: int, work: Work, place: Place, length: int) -> 
     work.cached, work.counts = length, work.counts._replace(cached=length)
     # A state is kept at the last whole chunk, and where another prompt went on otherwise.
     if any(is_recurrent(state.cache) for state in session.states):
-        shared = prefixes.known(index, work.tokens, work.request.cache_salt)
+        shared = prefixes.known(index, work.tokens, work.text.salt)
         ends = shared, len(work.tokens) - 1
         work.keep_at = [n // PROMPT_CHUNK * PROMPT_CHUNK for n in ends]
     session.reading[row] = work
@@ -121,9 +121,9 @@ def settle(session: Session) -> None:
     texts = np.zeros((len(session.read), session.capacity + 1), np.int32)
     for i, (row, work) in enumerate(session.read.items()):
         index, first, many = session.prefixes[row], row * session.per_row, session.reuse_multiple
-        prompt, salt = work.request.prompt, work.request.cache_salt
+        prompt = work.request.prompt
         written = max(work.text.written, len(work.tokens))
-        work.text = Text(prompt[: len(prompt) // many * many], written, salt=salt)
+        work.text = Text(prompt[: len(prompt) // many * many], written, salt=work.text.salt)
         # While READING holds the text, a slot that holds no more of it counts as missed least.
         prefixes.hold(index, READING, work.text)
         free = [n for n in range(session.per_row) if first + n not in session.running]
@@ -204,8 +204,7 @@ def drop_ended(session: Session) -> None:
             # A step of several tokens may have gone on behind the last one that counts.
             is_at_end = work.made and session.text_BS is None and not hasattr(state, "new_BT")
             end = len(work.tokens) - 1 if is_at_end else 0
-            salt = work.request.cache_salt
-            text = Text(work.tokens[:-1], work.text.written, salt=salt, state_at=end)
+            text = Text(work.tokens[:-1], work.text.written, salt=work.text.salt, state_at=end)
             prefixes.hold(index, place, text)
         del session.running[slot]
     if ended:
@@ -301,7 +300,7 @@ def empty(session: Session, row: int, place: Place) -> None:
 def keep_state(session: Session, row: int, work: Work) -> None:
     """Keeps what is read of a prompt so far, unless it is kept already."""
     index, n = session.prefixes[row], work.cached
-    text = Text(work.tokens[:n], n, salt=work.request.cache_salt, state_at=n)
+    text = Text(work.tokens[:n], n, salt=work.text.salt, state_at=n)
     prefixes.hold(index, READING, text)
     empty(session, row, READING)
 
