@@ -157,7 +157,7 @@ class Session:
     draft_tokens: int
     logprobs: bool  # whether requests may ask for them
     prefixes: list[Prefixes]  # what each data shard holds
-    seen_BV: jax.Array | None = None  # of `Rules`, for all slots, once a request has a penalty
+    seen_BV: jax.Array | None = None  # of `Rules`, for all slots, while a request has a penalty
     arrived: list[tuple[int, Request | None]] = field(default_factory=list)  # None: given up
     works: dict[int, Work] = field(default_factory=dict)  # by number, until ended or given up
     waiting: dict[int, Work] = field(default_factory=dict)  # by number, in order

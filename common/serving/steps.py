@@ -182,8 +182,7 @@ def generate(session: Session) -> None:
                 implementation=model.static["implementation"],
                 K=session.draft_tokens,
             )
-            if rules is not None and rules.seen_BV is not None:
-                session.seen_BV = rules.seen_BV
+            session.seen_BV = rules and rules.seen_BV
         new = publish(new, model.mesh)
     session.ahead = Ahead(new, works, bool(session.reading))
 
