@@ -220,7 +220,7 @@ class Stream(NamedTuple):
     held: tuple[int, ...] = ()  # the byte tokens after them
     keep_special: bool = False
     stop: tuple[str, ...] = ()  # the text ends before the first of these
-    tail: str = ""  # text that may be the beginning of one of them; once `stopped`, what follows it
+    tail: str = ""  # text that may be the beginning of one of them
     stopped: bool = False
 
 
@@ -252,18 +252,16 @@ def stream_push(tok: Tokenizer, stream: Stream, token_id: int) -> tuple[Stream, 
     return before_stop(stream._replace(seen=ids[-_WINDOW:], held=()), text)
 
 
-def before_stop(stream: Stream, text: str, is_last: bool = False) -> tuple[Stream, str]:
+def before_stop(stream: Stream, text: str) -> tuple[Stream, str]:
     """Adds text; returns what comes before a stop text, and holds back what may begin one."""
     if stream.stopped:
         return stream, ""
     text = stream.tail + text
-    found = [(at, at + len(stop)) for stop in stream.stop if (at := text.find(stop)) >= 0]
+    found = [at for stop in stream.stop if (at := text.find(stop)) >= 0]
     if found:
-        at, end = min(found)
-        return stream._replace(stopped=True, tail=text[end:]), text[:at]
+        return stream._replace(stopped=True, tail=""), text[: min(found)]
     begins = lambda end: any(stop.startswith(end) for stop in stream.stop)
-    begun = [] if is_last else [at for at in range(len(text)) if begins(text[at:])]
-    out = min(begun, default=len(text))
+    out = next((at for at in range(len(text)) if begins(text[at:])), len(text))
     return stream._replace(tail=text[out:]), text[:out]
 
 
@@ -271,7 +269,8 @@ def stream_flush(tok: Tokenizer, stream: Stream) -> str:
     """Returns the text held back, at the end. An unfinished character comes out as U+FFFD."""
     text = decode(tok, stream.seen + stream.held, stream.keep_special)
     text = text.removeprefix(_certain(tok, stream, stream.seen))
-    return before_stop(stream, text, is_last=True)[1]
+    stream, text = before_stop(stream, text)
+    return text + stream.tail
 
 
 def _certain(tok: Tokenizer, stream: Stream, ids: Sequence[int]) -> str:
