@@ -126,12 +126,11 @@ def say(tok: Tokenizer, speech: Speech, token_id: int) -> tuple[Speech, str]:
     if was is not None:
         state, channel = follow(tok, was, token_id)
         speech = speech._replace(state=state)
-        if was.is_text and not state.is_text:  # what was held back belongs to the message
+        if was.is_text != state.is_text:  # what was held back belongs to the message that ends
             text = stream_flush(tok, speech.stream)
-            return speech._replace(stream=stream_start(tok, (), keep)), text
-        if state.is_text and not was.is_text:
-            stream = stream_start(tok, (), keep, speech.stop if state.channel == FINAL else ())
-            return speech._replace(stream=stream, channel=state.channel), ""
+            channel = state.channel if state.is_text else speech.channel
+            stream = stream_start(tok, (), keep, speech.stop if channel == FINAL else ())
+            return speech._replace(stream=stream, channel=channel), text
         if channel is None:
             return speech, ""
     is_mark = tok.backend.id_to_token(token_id) in speech.marks  # it may be a special token
