@@ -136,10 +136,8 @@ class Desk:
             self.receive()
             told = list[tuple[Answer, Any]]()
             for event in step(self.session):
-                if place := self.places.get(event.request):  # it was not given up
-                    told.append((place[0], (place[1], event)))
-                if event.finish:
-                    self.places.pop(event.request, None)
+                answer, i = self.places[event.request]
+                told.append((answer, (i, event)))
             if told:
                 self.loop.call_soon_threadsafe(self.deliver, told)
 
