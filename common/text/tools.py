@@ -205,12 +205,11 @@ def in_text(calls: Calls, is_last: bool) -> Step:
     at = len(held) if is_last and state == "text" else found.start()
     if not at and state == "text":
         return None
-    pieces, held = [Piece(held[:at])] if at else [], held[at:]
-    calls = calls._replace(held=held, state=state, tried=0, plain=calls.plain or at > 0)
+    pieces = [Piece(held[:at])] if at else []
+    calls = calls._replace(held=held[at:], state=state, tried=0, plain=calls.plain or at > 0)
     if state == "json":
         pieces.append(Piece("", calls.made, found["name"]))
-        args, made = found.string[found.start("json") :], calls.made + 1
-        calls = calls._replace(held=args, opened="", made=made)
+        calls = calls._replace(held=held[found.start("json") :], opened="", made=calls.made + 1)
     return calls, pieces
 
 
