@@ -149,12 +149,12 @@ UNSUPPORTED: dict[str, list[Any]] = dict(
     background=[False], previous_response_id=[], conversation=[], truncation=["disabled"],
     top_logprobs=[0], max_tool_calls=[], context_management=[[]],
 )  # fmt: skip
-# Of a message, whatever its role, and then what templates read, by its role.
+# Of a message, whatever its role, and then what else it may have, by its role.
 MESSAGE = dict(content=TEXT, name=TEXT, type=Kind("text or message", ("text", "message")))
 CALL = {"function": {"name": str, "arguments": str, ...: object}, "id": (str, None), ...: object}
 CALLS = Kind("a list of calls with an id, and a function's name and text of arguments", [CALL])
 ROLES: dict[str, dict[str, Kind]] = dict(
-    system={}, developer={}, user={}, tool=dict(tool_call_id=TEXT, name=TEXT),
+    system={}, developer={}, user={}, tool=dict(tool_call_id=TEXT),
     assistant=dict(tool_calls=CALLS, **dict.fromkeys(REASONING, TEXT)),
 )  # fmt: skip
 # Parts of text, in conversations and in responses.
@@ -200,8 +200,7 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not fits(role, (*ROLES,)):
         raise Refused(f"a role must be one of {', '.join(ROLES)}", "messages")
-    own = ROLES[str(role)]
-    known = MESSAGE | own
+    known = MESSAGE | ROLES[str(role)]
     # Clients send the model's own messages back, including empty fields.
     given = {name: x for name, x in message.items() if x not in (None, "", [], {})}
     given |= dict(content=text_of("" if content is None and role == "assistant" else content))
@@ -210,7 +209,7 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
             raise Refused(f"{name[:80]} is not supported in a message", "messages")
         if not fits(given[name], known[name].shape):
             raise Refused(f"{name} must be {known[name].name}", "messages")
-    return {name: x for name, x in given.items() if name in ("role", "content", "name", *own)}
+    return {name: x for name, x in given.items() if name != "type"}
 
 
 def text_of(content: Any) -> str:
