@@ -127,12 +127,11 @@ def for_template(tok: Tokenizer, messages: Messages, **variables: Any) -> list[d
     if format_of(tok.chat_template) == "kimi":
         name_calls(told)
     in_parts = [changed(m, text=lambda text: [dict(type="text", text=text)]) for m in told]
-    in_one, reasons = [changed(m, join=True) for m in told], list[str]()
+    in_one = [changed(m, join=True) for m in told]
     for form in (told, in_parts, [changed(m, call=with_text) for m in told], in_one):
-        if (reason := left_out(tok, form, variables)) is None:
+        if left_out(tok, form, variables) is None:
             return form
-        reasons.append(reason)
-    raise ValueError(reasons[0])
+    raise ValueError(left_out(tok, told, variables))
 
 
 def changed(
