@@ -108,16 +108,16 @@ def start_speech(
     keep_special: bool = False,
 ) -> Speech:
     """Returns an empty reply. If `is_chat`, it is a message, else it continues the prompt. It ends
-    before any of the texts `stop`, if that is in its final channel; then its stream is `stopped`.
-    With `keep_special` special tokens are text, apart from Harmony's markup.
-    """
-    stream = stream_start(tok, () if is_chat else prompt, keep_special, stop)
+    before any of the texts `stop`, none of them empty, if that is in its final channel, also in the
+    middle of a token; then its stream is `stopped`. With `keep_special` special tokens are text,
+    apart from Harmony's markup."""
+    stream = stream_start(tok, () if is_chat else prompt, keep_special)
     if is_chat and speaks_harmony(tok):
         return Speech(stream, stop, ParserState())
     if not is_chat or (marks := think_marks(tok)) is None:
-        return Speech(stream, stop)
+        return Speech(stream._replace(stop=stop), stop)
     opened = marks[0] if prompt_end(tok, prompt).endswith(marks[0]) else ""
-    return Speech(stream._replace(stop=(), tail=opened), stop, marks=marks)
+    return Speech(stream._replace(tail=opened), stop, marks=marks)
 
 
 def say(tok: Tokenizer, speech: Speech, token_id: int) -> tuple[Speech, str]:
@@ -129,7 +129,7 @@ def say(tok: Tokenizer, speech: Speech, token_id: int) -> tuple[Speech, str]:
         if was.is_text != state.is_text:  # what was held back belongs to the message that ends
             text = stream_flush(tok, speech.stream)
             channel = state.channel if state.is_text else speech.channel
-            stream = stream_start(tok, (), keep, speech.stop if channel == FINAL else ())
+            stream = Stream(keep_special=keep, stop=speech.stop if channel == FINAL else ())
             return speech._replace(stream=stream, channel=channel), text
         if channel is None:
             return speech, ""
@@ -155,8 +155,7 @@ def think(speech: Speech, text: str) -> tuple[Speech, str]:
             return speech, text[: found.start()]
         else:
             marks, text = marks[1:], text[found.end() :]
-    stream = speech.stream._replace(stop=tuple(filter(None, speech.stop)))
-    stream, text = before_stop(stream, text)
+    stream, text = before_stop(speech.stream._replace(stop=speech.stop), text)
     return speech._replace(stream=stream, channel=FINAL, marks=()), text
 
 

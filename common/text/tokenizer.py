@@ -219,24 +219,17 @@ class Stream(NamedTuple):
     seen: tuple[int, ...] = ()  # the last tokens whose text is out, but for an unfinished character
     held: tuple[int, ...] = ()  # the byte tokens after them
     keep_special: bool = False
-    stop: tuple[str, ...] = ()  # the text ends before the first of these
+    stop: Sequence[str] = ()  # the text ends before the first of these, and is `stopped`
     tail: str = ""  # text that may be the beginning of one of them
     stopped: bool = False
 
 
-def stream_start(
-    tok: Tokenizer,
-    context: Sequence[int] = (),
-    keep_special: bool = False,
-    stop: Sequence[str] = (),
-) -> Stream:
-    """Returns an empty stream. If its text continues that of other ids, `context` is those ids. The
-    text ends before any of the texts `stop`, wherever in a token that is; then the stream is
-    `stopped`."""
+def stream_start(tok: Tokenizer, context: Sequence[int] = (), keep_special: bool = False) -> Stream:
+    """Returns an empty stream. If its text continues that of other ids, `context` is those ids."""
     stream = Stream(keep_special=keep_special)
     for token_id in context[-4 * _WINDOW :]:
         stream, _ = stream_push(tok, stream, token_id)
-    return stream._replace(stop=tuple(filter(None, stop)))
+    return stream
 
 
 def stream_push(tok: Tokenizer, stream: Stream, token_id: int) -> tuple[Stream, str]:
