@@ -135,7 +135,7 @@ def for_template(tok: Tokenizer, messages: Messages, **variables: Any) -> list[d
 
 
 def changed(
-    message: dict[str, Any], text: Change = str, call: Change = dict, join: bool = False
+    message: Mapping[str, Any], text: Change = str, call: Change = dict, join: bool = False
 ) -> dict[str, Any]:
     """The message with other texts in its content, which may be joined, and other calls."""
     content, new = message.get("content"), dict(message)
@@ -175,9 +175,7 @@ def name_calls(messages: list[dict[str, Any]]) -> None:
             message["tool_call_id"] = ids.get(message["tool_call_id"], message["tool_call_id"])
 
 
-def left_out(
-    tok: Tokenizer, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]
-) -> str | None:
+def left_out(tok: Tokenizer, messages: Messages, variables: Mapping[str, Any]) -> str | None:
     """What the template does not write, or its complaint. For this, a sign takes the place of each
     text, or of the names of calls: the text itself may also stand elsewhere, and some templates
     write none next to calls."""
