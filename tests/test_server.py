@@ -249,7 +249,7 @@ def test_an_offset_is_that_of_a_token_in_the_text():
     tok = model().tokenizer
     ids = encode(tok, "é “ok”")
     scored = [(i, Score(-1.0, [])) for i in ids]
-    told = scores_of_text(Choice(Request(ids, 1), 0, scores=scored), tok)
+    told = scores_of_text(Choice(Request(ids, 1), scores=scored), tok)
     assert told["tokens"][0] == "<|begin_of_text|>" and "bytes:" in told["tokens"][1]
     text, shown = decode(tok, ids), 0
     for name, offset in zip(told["tokens"], told["text_offset"], strict=True):
@@ -859,7 +859,7 @@ def test_a_mistake_of_the_server_is_told_without_what_a_client_has_sent(chat_mod
     code = """from common.server import answers
 def fail(*args):
     raise KeyError("A secret")
-answers.tell = fail"""
+answers.Completion.tell = fail"""
     with running("--ckpt", str(chat_model), code=code) as server:
         for stream in (False, True):
             body = dict(prompt="A secret", max_tokens=3, stream=stream)

@@ -26,7 +26,6 @@ class Choice:
     """One reply. What was already sent to the client is removed from it."""
 
     request: Request
-    index: int
     calls: Calls | None = None  # how far its calls are read
     pieces: list[tuple[str, Piece]] = field(default_factory=list)  # each is THOUGHT, SAID or CALL
     scores: list[tuple[int, Score | None]] = field(default_factory=list)  # with the token's id
@@ -83,7 +82,7 @@ class Completion:
     def __init__(self, served: Served, asked: Asked):
         self.tok, self.asked, get = served.tok, asked, asked.given.get
         self.stream, self.usage = get("stream"), get("stream_options", {}).get("include_usage")
-        self.choices = [Choice(x, i, asked.calls) for i, x in enumerate(asked.requests)]
+        self.choices = [Choice(x, asked.calls) for x in asked.requests]
         kind = "chat.completion" + (".chunk" if self.stream else "")
         kind = "text_completion" if asked.kind == "text" else kind
         self.known = dict(id=new_id(asked.kind), object=kind, created=int(time.time()))
@@ -97,7 +96,7 @@ class Completion:
         add(self.asked, choice := self.choices[i], self.tok, event)
         if not self.stream or not (choice.pieces or choice.scores or choice.finish):
             return ""
-        return self.line(choices=[tell(self.asked, choice, self.tok)])
+        return self.line(choices=[self.tell(i)])
 
     def last(self) -> str:
         usage = self.line(choices=[], usage=usage_of(self.asked, self.choices))
@@ -107,37 +106,37 @@ class Completion:
         return f"data: {json.dumps(error.object)}\n\ndata: [DONE]\n\n"
 
     def whole(self) -> dict[str, Any]:
-        told = [tell(self.asked, choice, self.tok) for choice in self.choices]
+        told = [self.tell(i) for i in range(len(self.choices))]
         return self.known | dict(choices=told, usage=usage_of(self.asked, self.choices))
 
-
-def tell(asked: Asked, choice: Choice, tok: Tokenizer) -> dict[str, Any]:
-    """Returns what is new of a reply, as a choice of the protocol."""
-    told: dict[str, Any] = dict(index=choice.index, finish_reason=choice.finish, logprobs=None)
-    text = lambda kind: "".join(piece.text for one, piece in choice.pieces if one == kind)
-    if asked.kind == "text":
-        told["text"] = text(SAID)
-        if choice.scores:
-            told["logprobs"] = scores_of_text(choice, tok)
-    else:
-        stream = asked.given.get("stream")
-        message: dict[str, Any] = {} if choice.begun else dict(role="assistant")
-        message["content"] = text(SAID) or (None if choice.called else "")
-        message |= dict(reasoning_content=text(THOUGHT)) if text(THOUGHT) else {}
-        calls = dict[int, dict[str, Any]]()
-        for piece in (piece for kind, piece in choice.pieces if kind == CALL):
-            first: dict[str, Any] = dict(index=piece.call) if stream else {}
-            call = calls.setdefault(piece.call or 0, first | dict(function=dict(arguments="")))
-            if piece.name is not None:  # the call begins here
-                call |= dict(id=new_id("call"), type="function")
-                call["function"]["name"] = piece.name
-            call["function"]["arguments"] += piece.text
-        message |= dict(tool_calls=[*calls.values()]) if calls else {}
-        told["delta" if stream else "message"] = message
-        if choice.scores:
-            told["logprobs"] = dict(content=[score_of_chat(tok, *x) for x in choice.scores])
-    choice.pieces, choice.scores, choice.begun = [], [], True
-    return told
+    def tell(self, i: int) -> dict[str, Any]:
+        """Returns what is new of a reply, as a choice of the protocol."""
+        choice = self.choices[i]
+        told: dict[str, Any] = dict(index=i, finish_reason=choice.finish, logprobs=None)
+        text = lambda kind: "".join(piece.text for one, piece in choice.pieces if one == kind)
+        if self.asked.kind == "text":
+            told["text"] = text(SAID)
+            if choice.scores:
+                told["logprobs"] = scores_of_text(choice, self.tok)
+        else:
+            message: dict[str, Any] = {} if choice.begun else dict(role="assistant")
+            message["content"] = text(SAID) or (None if choice.called else "")
+            message |= dict(reasoning_content=text(THOUGHT)) if text(THOUGHT) else {}
+            calls = dict[int, dict[str, Any]]()
+            for piece in (piece for kind, piece in choice.pieces if kind == CALL):
+                first: dict[str, Any] = dict(index=piece.call) if self.stream else {}
+                call = calls.setdefault(piece.call or 0, first | dict(function=dict(arguments="")))
+                if piece.name is not None:  # the call begins here
+                    call |= dict(id=new_id("call"), type="function")
+                    call["function"]["name"] = piece.name
+                call["function"]["arguments"] += piece.text
+            message |= dict(tool_calls=[*calls.values()]) if calls else {}
+            told["delta" if self.stream else "message"] = message
+            if choice.scores:
+                content = [score_of_chat(self.tok, *x) for x in choice.scores]
+                told["logprobs"] = dict(content=content)
+        choice.pieces, choice.scores, choice.begun = [], [], True
+        return told
 
 
 def spelled(tok: Tokenizer, token: int) -> tuple[str, list[int]]:

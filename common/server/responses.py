@@ -99,7 +99,7 @@ class Reply:
 
     def __init__(self, served: Served, asked: Asked, body: dict[str, Any]):
         self.tok, self.asked, request = served.tok, asked, asked.requests[0]
-        self.choices, self.items = [Choice(request, 0, asked.calls)], list[dict[str, Any]]()
+        self.choices, self.items = [Choice(request, asked.calls)], list[dict[str, Any]]()
         self.sent, self.kind, self.text = 0, "", ""  # of the newest item, if that has not ended
         self.known: dict[str, Any] = dict(
             id=new_id("resp"), object="response", created_at=int(time.time()), model=served.name,
