@@ -46,9 +46,8 @@ def nearly(text: str, **words: str) -> str:
 class ParserState(NamedTuple):
     """How far the parser of a reply has come in its messages."""
 
-    is_text: bool = False  # whether <|message|> has been read
-    header: tuple[int, ...] = ()  # ids of the message before it
-    channel: str = FINAL
+    header: tuple[int, ...] = ()  # ids of the message before <|message|>
+    channel: str | None = None  # of its text; None until <|message|> has been read
 
 
 def speaks_harmony(tok: Tokenizer) -> bool:
@@ -61,8 +60,8 @@ def follow(tok: Tokenizer, state: ParserState, token_id: int) -> tuple[ParserSta
     if token in (START, END):
         return ParserState(), None
     if token == MESSAGE:
-        return ParserState(True, channel=channel_of(tok, state.header)), None
-    if state.is_text and token != CHANNEL:
+        return ParserState(channel=channel_of(tok, state.header)), None
+    if state.channel is not None and token != CHANNEL:
         return state, state.channel
     return ParserState(header=(*state.header, token_id)), None
 
@@ -126,9 +125,9 @@ def say(tok: Tokenizer, speech: Speech, token_id: int) -> tuple[Speech, str]:
     if was is not None:
         state, channel = follow(tok, was, token_id)
         speech = speech._replace(state=state)
-        if was.is_text != state.is_text:  # what was held back belongs to the message that ends
+        if (was.channel is None) != (state.channel is None):  # a message ends, or begins
             text = stream_flush(tok, speech.stream)
-            channel = state.channel if state.is_text else speech.channel
+            channel = state.channel or speech.channel
             stream = Stream(keep_special=keep, stop=speech.stop if channel == FINAL else ())
             return speech._replace(stream=stream, channel=channel), text
         if channel is None:
