@@ -145,8 +145,7 @@ class Desk:
 
     async def complete(self, call: Call, kind: str) -> Response:
         self.check_room(1)  # before a long text is encoded
-        body = await body_of(call)
-        told = await asyncio.to_thread(begin, self.served, kind, body)
+        told = await asyncio.to_thread(begin, self.served, kind, await body_of(call))
         answer = self.enter(told.asked.requests)
         if told.asked.given.get("stream"):
             lines = follow(told, answer)
@@ -348,8 +347,7 @@ def serve_http(session: Session, args: argparse.Namespace, listener: socket.sock
     errors = dict.fromkeys((Refused, HTTPException, Exception), refuse)
     app = Starlette(False, desk.routes(), middleware, errors)
     quiet: Any = dict(log_level="critical", lifespan="off", timeout_graceful_shutdown=5)
-    config = uvicorn.Config(app, backlog=WAITING, timeout_keep_alive=IDLE, **quiet)
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(uvicorn.Config(app, backlog=WAITING, timeout_keep_alive=IDLE, **quiet))
     run = partial(desk.loop.run_until_complete, server.serve([listener]))
     tell = desk.loop.call_soon_threadsafe
     thread = threading.Thread(target=run, daemon=True)

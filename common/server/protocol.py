@@ -159,8 +159,7 @@ def ask(served: Served, kind: str, body: Any) -> Asked:
         for ids in prompts_of(served, kind, given, tools):
             grammar = structure
             if is_chat and (structure or must_fit):
-                said = None if required else structure
-                grammar = behind_thoughts(tok, ids, said, must_fit)
+                grammar = behind_thoughts(tok, ids, None if required else structure, must_fit)
             room = session.capacity + 1 - len(ids) if is_chat or most == -1 else 16
             request = Request(
                 ids,

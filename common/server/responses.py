@@ -48,13 +48,12 @@ def message_of(item: dict[str, Any]) -> dict[str, Any]:
 def as_chat(body: Any) -> dict[str, Any]:
     """The same request as one for chat completions. Refused if it has anything else."""
     given = fields_of("responses", body)
-    form = given.get("text", {}).get("format")
     same = FIELDS["chat"].keys() & given.keys() - {"stream_options"}
     return {name: given[name] for name in same} | dict(
         messages=messages_of(given),
         max_completion_tokens=given.get("max_output_tokens"),
         reasoning_effort=given.get("reasoning", {}).get("effort"),
-        response_format=nested(form, "json_schema"),
+        response_format=nested(given.get("text", {}).get("format"), "json_schema"),
         tools=[nested(tool, "function") for tool in offered(given)],
         tool_choice=nested(given.get("tool_choice"), "function"),
     )

@@ -56,9 +56,8 @@ def grammar_of(
     bare = found[0] if found and found[0] not in tokens else ""
     for name, function in functions(tools).items():
         parts = head.removeprefix(bare).replace("NAME", name).split("INDEX")
-        symbols = [written(tok, x) for x in parts]
-        args = arguments(form, function, required)
-        each.append(f"{' /[0-9]+/ '.join(symbols)} {args} {written(tok, tail)}")
+        opening = " /[0-9]+/ ".join(written(tok, x) for x in parts)
+        each.append(f"{opening} {arguments(form, function, required)} {written(tok, tail)}")
     begin, between, end = (written(tok, x) for x in (form.begin, form.between, form.end))
     more = f"({between} call)*" if form.around and (form.begin or form.between) else ""
     calls = f"{begin} call {more} {end}"
