@@ -93,15 +93,16 @@ class Desk:
         self.open.discard(answer)
         self.inbox.put(partial(self.cancel, answer))
 
-    def deliver(self, events: Sequence[tuple[Answer, Any]]) -> None:
-        for answer, item in events:
-            answer.events.put_nowait(item)
-            answer.left -= isinstance(item, tuple) and item[1].finish is not None
+    def deliver(self, told: Sequence[tuple[Answer, int, Event]]) -> None:
+        for answer, i, event in told:
+            answer.events.put_nowait((i, event))
+            answer.left -= event.finish is not None
             if answer.events.qsize() > BACKLOG:
                 answer.task.cancel()  # its client does not read
 
     def fail(self, error: Exception) -> None:
-        self.deliver([(answer, error) for answer in self.open])
+        for answer in self.open:
+            answer.events.put_nowait(error)
 
     # of the thread that steps the session
 
@@ -134,10 +135,7 @@ class Desk:
         """Steps the session, until it is to stop and nothing is open, or time is up."""
         while (self.open or self.deadline == math.inf) and time.monotonic() < self.deadline:
             self.receive()
-            told = list[tuple[Answer, Any]]()
-            for event in step(self.session):
-                answer, i = self.places[event.request]
-                told.append((answer, (i, event)))
+            told = [(*self.places[event.request], event) for event in step(self.session)]
             if told:
                 self.loop.call_soon_threadsafe(self.deliver, told)
 
