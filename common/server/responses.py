@@ -86,8 +86,7 @@ def messages_of(given: dict[str, Any]) -> list[dict[str, Any]]:
         if len(messages) == 1 and roles <= {"system", "developer"}:
             last["content"] += "\n\n" + new["content"]
         elif roles == {"assistant"} and {*new} & {*last} <= {"role", "tool_calls"}:
-            calls = last.get("tool_calls", []) + new.get("tool_calls", [])
-            last |= new | (dict(tool_calls=calls) if calls else {})
+            last |= new | dict(tool_calls=last.get("tool_calls", []) + new.get("tool_calls", []))
         else:
             messages.append(new)
     return messages
@@ -103,10 +102,9 @@ class Reply:
         self.known: dict[str, Any] = dict(
             id=new_id("resp"), object="response", created_at=int(time.time()), model=served.name,
             temperature=request.temperature, top_p=request.top_p, error=None, store=False,
-            background=False, truncation="disabled", previous_response_id=None,
+            background=False, truncation="disabled", previous_response_id=None, tools=offered(body),
             **{name: x if body.get(name) is None else body[name] for name, x in REPEATED.items()},
         )  # fmt: skip
-        self.known["tools"] = offered(body)
         kinds = "response.created", "response.in_progress"
         self.first = "".join(self.line(kind, response=self.whole()) for kind in kinds)
 
