@@ -174,9 +174,9 @@ def measure(store: Any, rows: int, chip: str, n_out: int, n_in: int, folder: Pat
 
 
 def parts_in_a_step(sizes: TileSizes, M: int, E: int) -> float:
-    """How many parts of its tile a step of ragged dot multiplies on average, of steps with rows or
-    without, if all experts are equally likely to get each of the M rows."""
-    groups = np.random.default_rng(0).multinomial(M, np.full(E, 1 / E), 100)
+    """How many parts of its tile a step of ragged dot multiplies on average, if each expert has a
+    row, and all are equally likely to get each of the others."""
+    groups = 1 + np.random.default_rng(0).multinomial(M - E, np.full(E, 1 / E), 100)
 
     def parts(group_sizes_E: jax.Array) -> jax.Array:
         pairs = list_pairs(group_sizes_E, M, sizes.rows)
