@@ -362,6 +362,8 @@ def test_the_pairs_cover_every_row_once_in_order_and_name_no_expert_without_rows
             owner[m] = expert
     assert [*owner] == [*np.repeat(np.arange(E), sizes), *[-1] * (M - sum(sizes))]
     assert {*pairs.tile} == {*range(-(-M // rows))}  # a tile without rows is zeroed
+    assert {*pairs.read} == {*range(-(-sum(sizes) // rows) or 1)}  # and is not read
+    assert (pairs.read == pairs.tile)[pairs.start < pairs.end].all()
     assert (np.diff(pairs.expert) >= 0).all() and (np.diff(pairs.tile) >= 0).all()
     busy = {e for e in range(E) if sizes[e]}
     assert {*pairs.expert} == (busy or {0}) and pairs.some == [bool(busy)]
