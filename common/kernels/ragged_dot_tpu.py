@@ -66,7 +66,7 @@ MOST_ROWS = 512  # in a part, if there is one expert
 MAX_NUMBERS = 1 << 23  # of a matrix in a tile; the unrolled program grows with it
 STEP_NUMBERS = 1 << 18  # the numbers that a step could multiply while it does all else
 GROUPS = (8, 16, 32, 64)  # numbers that share a scale; multiples of 128 are taken as well
-# The scales of Grouped multiply the sums of groups if x has at most FEW_ROWS rows, and none is
+# The scales of Grouped multiply the sums of groups if a part has at most FEW_ROWS rows, and none is
 # repeated; or at most MOST_REPEATED rows, counting the repeats.
 MOST_REPEATED = 32
 
@@ -107,8 +107,8 @@ class TileSizes(NamedTuple):
 
 
 def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSizes | None:
-    """Returns the tiles that take the least time, of those that fit in BUDGET; None if none fits.
-    Wide ones make few passes over x, and large transfers of w."""
+    """Returns the tiles that take the least time, of those that fit; None if none does. Wide ones
+    make few passes over x, and large transfers of w."""
     (M, n_in), E, n_out = x_MI.shape, len(jax.tree.leaves(w_EOI)[0]), out_features(w_EOI)
 
     def row(dtype: Any, width: int) -> int:
@@ -175,7 +175,7 @@ def _group(w_EOI: Matrix) -> int:
 
 
 def _few(w_EOI: Matrix) -> int:
-    """Returns the rows of the smallest tile. A product of mxfp4 has each of them 8 times, and only
+    """Returns the rows of the smallest part. A product of mxfp4 has each of them 8 times, and only
     a v6e multiplies by 8 * 16 rows while the next matrix arrives."""
     return SUBLANES if isinstance(w_EOI, Mxfp4) and generation_of_chip() != 6 else TILE_ROWS[-1]
 
