@@ -58,11 +58,11 @@ SUBLANES = 8
 # more VMEM makes XLA keep the arrays around it in HBM.
 BUDGET = 12 << 20
 TILE_ROWS = (128, 64, 32, 16)  # the smaller ones if I is so large that nothing else fits
-# With MANY_ROWS for each expert, little of what is around the kernel would stay in VMEM anyway. The
-# bytes for tiles are those of a chip with 64 MiB of it; a v6e has 128 MiB.
-MANY_ROWS, MANY_BUDGET, MANY_BUDGET_V6E = 256, 44 << 20, 52 << 20
+# With MANY_ROWS for each expert, large tiles bring newer chips more than that costs. These are the
+# bytes for them, by generation.
+MANY_ROWS, MANY_BUDGET = 256, {6: 52 << 20, 7: 44 << 20}
 MANY_TILE_ROWS, MANY_COLUMNS = (2048, 1024, 512), 512  # the first for which so many columns fit
-MOST_ROWS = 512  # in a part, if there is one expert
+MOST_ROWS = 512  # that are multiplied at a time, if there is one expert
 MAX_NUMBERS = 1 << 23  # of a matrix in a tile; the unrolled program grows with it
 STEP_NUMBERS = 1 << 18  # the numbers that a step could multiply while it does all else
 GROUPS = (8, 16, 32, 64)  # numbers that share a scale; multiples of 128 are taken as well
@@ -128,12 +128,12 @@ def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSi
         columns = (budget - 2 * rows * wide) // column // LANES * LANES
         return TileSizes(rows, part, columns, None if budget == BUDGET else budget + (8 << 20))
 
-    options = [fitting(limit, limit) for limit in TILE_ROWS]
-    if M >= MANY_ROWS * E and generation_of_chip() > 4:
+    highest = (MOST_ROWS,) if E == 1 and M >= MOST_ROWS else ()
+    options = [fitting(limit, limit) for limit in (*highest, *TILE_ROWS)]
+    if M >= MANY_ROWS * E and (budget := MANY_BUDGET.get(generation_of_chip())):
         # A matrix unit takes in weights while it multiplies as many rows as it has. So many are in
         # a part, and an eighth more, because some groups are larger than others.
         part = side * 9 // 8 if E > 1 else MOST_ROWS
-        budget = MANY_BUDGET_V6E if generation_of_chip() == 6 else MANY_BUDGET
         many = [fitting(limit, part, budget) for limit in MANY_TILE_ROWS]
         options = ([x for x in many if x.columns >= MANY_COLUMNS] or many[-1:]) + options
     elif _repeats(w_EOI, few, few) and is_worth_it and few * E >= 2 * M:
