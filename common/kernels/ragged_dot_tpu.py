@@ -78,8 +78,7 @@ class Pairs(NamedTuple):
     tile: Array
     start: Array  # start = end = 0 if the step has no rows
     end: Array
-    read: Array  # the tile of x: a step without rows reads no new one
-    some: Array  # int32 [1]: 0 if no expert has rows, else 1
+    total: Array  # int32 [1]: the rows of all experts
 
 
 def list_pairs(group_sizes_E: Array, M: int, rows: int) -> Pairs:
@@ -95,8 +94,7 @@ def list_pairs(group_sizes_E: Array, M: int, rows: int) -> Pairs:
     expert = jnp.count_nonzero(ends_E <= jnp.minimum(begin, total - 1)[:, None], axis=1)
     tile = jnp.minimum(begin, M - 1) // rows
     start, end = (jnp.where(begin < total, x[expert], 0) for x in (starts_E, ends_E))
-    read, some = jnp.minimum(tile, jnp.maximum(total - 1, 0) // rows), (total > 0)[None]
-    return Pairs(*(x.astype(jnp.int32) for x in (expert, tile, start, end, read, some)))
+    return Pairs(*(x.astype(jnp.int32) for x in (expert, tile, start, end, total[None])))
 
 
 class TileSizes(NamedTuple):
@@ -235,7 +233,7 @@ class Operands(NamedTuple):
 def _kernel(*refs: Any, form: type, part: int, repeats: int, generation: int) -> None:
     """Runs one step. `refs` are the pairs, the operands, and the output [rows, columns]. `form` is
     how w is stored."""
-    pairs, (x, w, w_scale, bias), y = Pairs(*refs[:6]), *refs[6:]
+    pairs, (x, w, w_scale, bias), y = Pairs(*refs[:5]), *refs[5:]
     n, s = pl.program_id(0), pl.program_id(1)
     before, (rows, columns) = jnp.maximum(s - 1, 0), y.shape
     start, end, first = pairs.start[s], pairs.end[s], pairs.tile[s] * rows
@@ -301,7 +299,9 @@ on_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
 def _specs(form: type, given: Operands, sizes: TileSizes, repeats: int) -> Operands:
     """Returns which part of each operand a step sees. The index maps take the fields of Pairs."""
 
-    tile_of_x = lambda n, s, *pairs: (0, Pairs(*pairs).read[s], 0)
+    # A tile of x in which no expert has rows is not fetched.
+    last = lambda total: lax.div(jnp.maximum(total[0] - 1, 0), sizes.rows)
+    tile_of_x = lambda n, s, expert, tile, *rest: (0, jnp.minimum(tile[s], last(rest[-1])), 0)
     # If no expert has rows, a single tile is fetched.
     tile_of_w = lambda n, s, expert, *rest: (expert[s], jnp.where(rest[-1][0] > 0, n, 0), 0)
     columns_of_w = lambda *args: (tile_of_w(*args)[0], 0, tile_of_w(*args)[1])
