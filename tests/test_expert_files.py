@@ -12,8 +12,11 @@ from compare import assert_close, assert_trees_equal
 from engine import hf_config, tensors_of
 from engine import load as published
 from golden import assert_golden, prompt_logits
+from jax.experimental.layout import Format, Layout
 from safetensors.numpy import save_file
 
+from common.kernels.ragged_dot import format_of
+from common.loading import checkpoint as loading
 from common.loading.checkpoint import load_weights
 from common.loading.files import MOST_LINES
 from common.loading.random_weights import random_weights
@@ -242,6 +245,19 @@ def test_joined_experts_of_another_shape_are_refused(change, tmp_path):
     with pytest.raises(ValueError, match=r"experts\.\d+\.(gate|up)_proj\.weight") as error:
         load_joined(tmp_path, "qwen3", "moe_untied", change)
     assert len(str(error.value).splitlines()) <= MOST_LINES + 1
+
+
+def test_4_bits_are_laid_out_as_the_kernel_reads_them_and_keep_their_numbers(monkeypatch):
+    def on_tpu(form, sharding, axes):
+        return Format(Layout((0, 2, 1) if form is Mxfp4 else tuple(range(axes))), sharding)
+
+    w = Mxfp4(*(jnp.arange(2 * 64 * n, dtype=jnp.uint8).reshape(2, 64, n) for n in (32, 2)))
+    assert format_of(Mxfp4, w.values.sharding).layout.major_to_minor == (0, 1, 2)  # on CPU
+    monkeypatch.setattr(loading, "format_of", on_tpu)
+    placed = loading.rows_together([w, w.values])
+    orders = [x.format.layout.major_to_minor for x in jax.tree.leaves(placed)]
+    assert orders == [(0, 2, 1), (0, 2, 1), (0, 1, 2)]
+    assert_trees_equal(placed, [w, w.values])
 
 
 def test_gpt_oss_with_dequantised_experts_has_the_numbers_of_its_4_bits(tmp_path):

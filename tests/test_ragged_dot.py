@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from common.kernels import ragged_dot as module
 from common.kernels import ragged_dot_tpu as tpu_module
-from common.kernels.ragged_dot import ragged_dot, row_major
+from common.kernels.ragged_dot import format_of, ragged_dot
 from common.kernels.ragged_dot_tpu import Pairs, list_pairs, ragged_dot_tpu
 from common.machines.chips import devices_of
 from common.machines.hlo import CONTROL, VIEWS, arrays, executed, parse
@@ -178,6 +178,7 @@ CASES = [
     Case(40, 4, 300, 256, form=Grouped, group=128),
     Case(64, 8, 136, 320, form=Grouped, group=64, dtype=BF16, bias=True),
     Case(200, 4, 144, 320, form=Grouped, group=64),
+    Case(100, 4, 72, 64, form=Grouped, group=8, dtype=BF16),
     Case(8, 4, 56, 64, form=Grouped, rows="none"),
 ]
 
@@ -402,9 +403,31 @@ def test_tiles_of_x_without_rows_of_an_expert_are_not_fetched():
     case = Case(700, 4, 56, 72)
     mapping, sizes = kernel_of(case).params["grid_mapping"], make(case)[0][2]
     spec = next(b for b in mapping.block_mappings if b.array_aval.shape == (1, 700, 72))
-    fetched = blocks_fetched(spec, mapping.grid, list_pairs(jnp.array(sizes), 700, 128))
-    assert fetched == [(0, tile, 0) for tile in range(-(-sizes.sum() // 128))]
-    assert len(fetched) < -(-700 // 128)
+    rows = spec.block_aval.shape[1]
+    fetched = blocks_fetched(spec, mapping.grid, list_pairs(jnp.array(sizes), 700, rows))
+    assert fetched == [(0, tile, 0) for tile in range(-(-sizes.sum() // rows))]
+    assert len(fetched) < -(-700 // rows)
+
+
+def repeated_rows(program):
+    """The numbers of the rows that a kernel loads with a stride of 0, in order."""
+    for eqn in program.eqns:
+        if eqn.primitive.name == "get":
+            for at in jax.tree.unflatten(eqn.params["tree"], eqn.invars[1:]):
+                yield from (s.start for s in at.indices if getattr(s, "stride", 1) == 0)
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program):
+            if is_program(inner):
+                yield from repeated_rows(getattr(inner, "jaxpr", inner))
+
+
+@pytest.mark.parametrize("M", [8, 200])
+@pytest.mark.parametrize("form", [Mxfp4, Grouped])
+def test_a_compiled_kernel_repeats_the_scales_of_each_group_as_an_interpreted_one_does(form, M):
+    """Interpreters know no loads with a stride of 0, so these are not run in tests."""
+    x, w, sizes, _ = make(Case(M, 1, 136, 288, form=form, dtype=BF16))[0]
+    kernel = functools.partial(ragged_dot_tpu, bias_EO=None, out_dtype=BF16)
+    numbers = [*repeated_rows(jax.make_jaxpr(kernel)(x, w, sizes).jaxpr)]
+    assert numbers == [*range(9)]
 
 
 @pytest.mark.parametrize(
@@ -415,9 +438,10 @@ def test_tiles_of_x_without_rows_of_an_expert_are_not_fetched():
 def test_each_tile_of_an_expert_with_rows_is_fetched_once_and_of_the_others_none(case):
     mapping = kernel_of(case).params["grid_mapping"]
     (_, w, sizes, _), _ = make(case)
-    spec = next(b for b in mapping.block_mappings if b.array_aval.shape == w.shape)
+    blocks = {b.array_aval.shape: b for b in mapping.block_mappings}
+    spec, rows = blocks[w.shape], blocks[1, case.M, case.n_in].block_aval.shape[1]
     columns = spec.block_aval.shape[1]
-    pairs = list_pairs(jnp.array(sizes), case.M, min(case.M, 128))
+    pairs = list_pairs(jnp.array(sizes), case.M, rows)
     fetched = blocks_fetched(spec, mapping.grid, pairs)
     tiles = range(-(-case.n_out // columns))
     busy = np.flatnonzero(sizes)
@@ -515,7 +539,7 @@ def test_a_row_gives_the_same_numbers_in_a_round_and_out_of_it(M, dtype):
 def shapes_of(form, E, n_out, n_in, sharding=None):
     """Returns the shapes of w's arrays. With a sharding, they also have the layout that the kernel
     reads."""
-    sds = functools.partial(jax.ShapeDtypeStruct, sharding=sharding and row_major(sharding))
+    sds = functools.partial(jax.ShapeDtypeStruct, sharding=sharding and format_of(form, sharding))
     if form is Rowwise:
         scale = jax.ShapeDtypeStruct((E, n_out), F32, sharding=sharding)
         return Rowwise(sds((E, n_out, n_in), jnp.int8), scale)

@@ -40,7 +40,7 @@ from common.fields import with_layers
 from common.kernels.decode_attention_tpu import decode_attention_tpu, ring_sizes
 from common.kernels.delta_rule import Tokens, delta_rule
 from common.kernels.prefill_attention_tpu import block_sizes, prefill_attention_tpu
-from common.kernels.ragged_dot import ragged_dot
+from common.kernels.ragged_dot import format_of, ragged_dot
 from common.kernels.ragged_dot_tpu import SUBLANES, TileSizes, list_pairs, tile_sizes
 from common.machines.chips import CHIPS, devices_of
 from common.machines.dryrun import dry_run
@@ -193,7 +193,9 @@ def measure_experts(store: Any, shape: tuple[int, int, int], M: int, chip: str, 
     (E, n_out, n_in), kind = shape, chip.split(":")[0]
     mesh = make_mesh(devices=devices_of(chip)[:1])
     put = partial(jax.ShapeDtypeStruct, sharding=jax.NamedSharding(mesh, P()))
-    w = jax.tree.map(lambda a: put(a.shape, a.dtype), store(*shape))
+    w = store(*shape)
+    at = partial(format_of, type(w), jax.NamedSharding(mesh, P()))
+    w = jax.tree.map(lambda a: a.update(sharding=at(a.ndim)), w)
     x, groups = put((M, n_in), jnp.bfloat16), put((E,), jnp.int32)
     run = partial(ragged_dot, implementation="tpu")
     run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)

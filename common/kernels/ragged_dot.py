@@ -71,7 +71,7 @@ def ragged_dot(
         tests.
 
     On TPU, XLA may store an array transposed if its last dimension is not a multiple of 128, and
-    would copy all of it for the kernel. Place such weights with `row_major`.
+    would copy all of it for the kernel. Place weights with `format_of`.
 
     Returns [M, O]. ValueError if shapes do not fit, or if a named kernel does not take the arrays.
     """
@@ -100,9 +100,13 @@ def ragged_dot(
     return y_MO
 
 
-def row_major(sharding: Sharding, axes: int = 3) -> Format:
-    """Returns the format in which to place w_EOI's arrays: row by row, as the TPU kernel reads."""
-    return Format(Layout(tuple(range(axes))), sharding)
+def format_of(form: type, sharding: Sharding, axes: int = 3) -> Format:
+    """Returns the format in which to place an array of w_EOI: row by row, as the TPU kernel reads.
+    It reads Mxfp4 column by column. `form` is the type of w_EOI."""
+    order, devices = tuple(range(axes)), list[Any](sharding.device_set)
+    if form is Mxfp4 and devices[0].platform == "tpu":
+        order = (*order[:-2], order[-1], order[-2])
+    return Format(Layout(order), sharding)
 
 
 def _check(x_MI: Array, w_EOI: Matrix, group_sizes_E: Array, bias_EO: Array | None) -> None:

@@ -35,9 +35,12 @@ from common.kernels.tile_products import (
     FEW_ROWS,
     LANES,
     MXU,
+    SUBLANES,
+    factor_dtype,
     generation_of_chip,
     multiply,
     multiply_tile,
+    store_factors,
 )
 from common.kernels.varying import vary_like
 from common.quant import (
@@ -53,7 +56,6 @@ from common.quant import (
     zero_sums,
 )
 
-SUBLANES = 8
 # Bytes for tiles; the rest of a kernel's 16 MiB is for values within a step. A kernel that asks for
 # more VMEM makes XLA keep the arrays around it in HBM.
 BUDGET = 12 << 20
@@ -66,9 +68,6 @@ MOST_ROWS = 512  # that are multiplied at a time, if there is one expert
 MAX_NUMBERS = 1 << 23  # of a matrix in a tile; the unrolled program grows with it
 STEP_NUMBERS = 1 << 18  # the numbers that a step could multiply while it does all else
 GROUPS = (8, 16, 32, 64)  # numbers that share a scale; multiples of 128 are taken as well
-# The scales of Grouped multiply the sums of groups if a part has at most FEW_ROWS rows, and none is
-# repeated; or at most MOST_REPEATED rows, counting the repeats.
-MOST_REPEATED = 32
 
 
 class Pairs(NamedTuple):
@@ -107,50 +106,63 @@ class TileSizes(NamedTuple):
 def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSizes | None:
     """Returns the tiles that take the least time, of those that fit; None if none does. Wide ones
     make few passes over x, and large transfers of w."""
-    (M, n_in), E, n_out = x_MI.shape, len(jax.tree.leaves(w_EOI)[0]), out_features(w_EOI)
-
-    def row(dtype: Any, width: int) -> int:
-        return pl.cdiv(width, LANES) * LANES * bits_of(dtype) // 8
-
-    planes = _planes(w_EOI)
-    wide = planes * row(dtype, n_in // planes)
-    side = MXU if generation_of_chip() > 5 else LANES  # of a matrix unit
-    few, is_worth_it = _few(w_EOI), generation_of_chip() != 6 or isinstance(w_EOI, Mxfp4)
-
-    def fitting(limit: int, part: int, budget: int = BUDGET) -> TileSizes:
-        """Tiles of at most `limit` rows. Parts begin at a multiple of 8."""
-        rows = limit if limit < M else M if part >= M else pl.cdiv(M, SUBLANES) * SUBLANES
-        part = min(part, rows)
-        column = 2 * rows * jnp.dtype(out_dtype).itemsize + 4 * part
-        column += sum(2 * row(a.dtype, width) for a, width in _tiled(w_EOI))
-        columns = (budget - 2 * rows * wide) // column // LANES * LANES
-        return TileSizes(rows, part, columns, None if budget == BUDGET else budget + (8 << 20))
-
-    highest = (MOST_ROWS,) if E == 1 and M >= MOST_ROWS else ()
-    options = [fitting(limit, limit) for limit in (*highest, *TILE_ROWS)]
-    if M >= MANY_ROWS * E and (budget := MANY_BUDGET.get(generation_of_chip())):
-        # A matrix unit takes in weights while it multiplies as many rows as it has. So many are in
-        # a part, and an eighth more, because some groups are larger than others.
-        part = side * 9 // 8 if E > 1 else MOST_ROWS
-        many = [fitting(limit, part, budget) for limit in MANY_TILE_ROWS]
-        options = ([x for x in many if x.columns >= MANY_COLUMNS] or many[-1:]) + options
-    elif _repeats(w_EOI, few, few) and is_worth_it and few * E >= 2 * M:
-        # Scales that multiply sums take less time, though each part has fewer rows.
-        options = [fitting(TILE_ROWS[0], few)]
-    options = [x for x in options if x.columns >= min(n_out, LANES)]
-    if not options:
-        return None
-    sizes = options[0]
-    if n_out <= LANES:  # bytes of 4-bit floats are shifted as words of four rows
-        return sizes._replace(columns=LANES if isinstance(w_EOI, Mxfp4) else n_out)
+    n_in, n_out = x_MI.shape[1], out_features(w_EOI)
+    options = _options(x_MI, w_EOI, dtype, out_dtype)
+    sizes = next((x for x in options if x.columns >= min(n_out, LANES)), None)
+    if sizes is None or n_out <= LANES:
+        return sizes and sizes._replace(columns=n_out)
     widest = min(sizes.columns, n_out // LANES * LANES, MAX_NUMBERS // n_in // LANES * LANES)
-    unit = side if sizes.part > FEW_ROWS else LANES  # columns that are multiplied at a time
+    unit = _side() if sizes.part > FEW_ROWS else LANES  # columns that are multiplied at a time
 
     def cost(columns: int) -> int:
         multiplied = pl.cdiv(columns, unit) * unit * n_in
         return pl.cdiv(n_out, columns) * (multiplied + STEP_NUMBERS)
 
     return sizes._replace(columns=min(range(max(LANES, widest), 0, -LANES), key=cost))
+
+
+def _options(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> list[TileSizes]:
+    """Returns tiles with as many columns as fit, the best ones first. There may be none that fit,
+    or only few."""
+    (M, n_in), E, planes = x_MI.shape, len(jax.tree.leaves(w_EOI)[0]), _planes(w_EOI)
+    groups = n_in // group if (group := _group(w_EOI)) else 0
+
+    def row(dtype: Any, width: int) -> int:
+        return pl.cdiv(width, LANES) * LANES * bits_of(dtype) // 8
+
+    def fitting(limit: int, part: int, budget: int = BUDGET) -> TileSizes:
+        """Tiles of at most `limit` rows. Parts begin at a multiple of 8."""
+        rows = limit if limit < M else M if part >= M else pl.cdiv(M, SUBLANES) * SUBLANES
+        part = min(part, rows)
+        # All but a lone tile of x is fetched while the one before is multiplied.
+        of_x = (1 if rows >= M else 2) * rows * planes * row(dtype, n_in // planes)
+        column = 2 * rows * jnp.dtype(out_dtype).itemsize + 4 * (part + groups)
+        column += sum(2 * row(a.dtype, width) for a, width in _tiled(w_EOI))
+        columns = (budget - of_x) // column // LANES * LANES
+        return TileSizes(rows, part, columns, None if budget == BUDGET else budget + (8 << 20))
+
+    usual: tuple[int, ...] = TILE_ROWS
+    if E == 1 and M >= MOST_ROWS:
+        usual = (MOST_ROWS, *TILE_ROWS)
+    elif E > 1 and generation_of_chip() < 6:
+        usual = (96, *TILE_ROWS[1:])  # fewer rows are multiplied for two experts
+    options = [fitting(limit, limit) for limit in usual]
+    if M >= MANY_ROWS * E and (budget := MANY_BUDGET.get(generation_of_chip())):
+        # A matrix unit takes in weights while it multiplies as many rows as it has. So many are in
+        # a part, and an eighth more, because some groups are larger than others.
+        part = _side() * 9 // 8 if E > 1 else MOST_ROWS
+        many = [fitting(limit, part, budget) for limit in MANY_TILE_ROWS]
+        return ([x for x in many if x.columns >= MANY_COLUMNS] or many[-1:]) + options
+    few, is_worth_it = _few(w_EOI, M), generation_of_chip() != 6 or isinstance(w_EOI, Mxfp4)
+    if _repeats(w_EOI, few, few) and is_worth_it and few * E >= 2 * M:
+        # Scales that multiply sums take less time, though each part has fewer rows.
+        return [fitting(TILE_ROWS[0], few)]
+    return options
+
+
+def _side() -> int:
+    """Returns how many rows and columns a matrix unit has."""
+    return MXU if generation_of_chip() > 5 else LANES
 
 
 def _planes(w_EOI: Matrix) -> int:
@@ -168,25 +180,29 @@ def _tiled(w_EOI: Matrix) -> list[tuple[Array, int]]:
 
 
 def _group(w_EOI: Matrix) -> int:
-    """Returns how many numbers of a row share a scale of `Grouped`; 0 for any other form."""
-    return w_EOI.values.shape[1] // w_EOI.scale.shape[1] if isinstance(w_EOI, Grouped) else 0
+    """Returns how many numbers of a row share a scale; 0 in forms without groups."""
+    if isinstance(w_EOI, Grouped):
+        return w_EOI.values.shape[1] // w_EOI.scale.shape[1]
+    return MXFP4_GROUP if isinstance(w_EOI, Mxfp4) else 0
 
 
-def _few(w_EOI: Matrix) -> int:
-    """Returns the rows of the smallest part. A product of mxfp4 has each of them 8 times, and only
-    a v6e multiplies by 8 * 16 rows while the next matrix arrives."""
-    return SUBLANES if isinstance(w_EOI, Mxfp4) and generation_of_chip() != 6 else TILE_ROWS[-1]
+def _few(w_EOI: Matrix, M: int) -> int:
+    """Returns the rows of the smallest part. With Mxfp4 these are 8, if experts have few rows. They
+    are 16 on a v6e, which multiplies them in the same time. They are never 16 on a tpu7x, where to
+    widen the weights takes less time than to multiply 16 rows four times."""
+    few = generation_of_chip() > 6 or SUBLANES * len(jax.tree.leaves(w_EOI)[0]) >= 2 * M
+    is_mxfp4 = isinstance(w_EOI, Mxfp4) and generation_of_chip() != 6
+    return SUBLANES if is_mxfp4 and few else TILE_ROWS[-1]
 
 
 def _repeats(w_EOI: Matrix, rows: int, M: int) -> int:
     """Returns how often x is repeated so that scales can multiply sums of groups; 0 if they
     multiply the weights."""
-    group, whole = _group(w_EOI), rows == M or rows % SUBLANES == 0
-    repeats = max(1, LANES // group) if group else 0
-    most = FEW_ROWS if repeats == 1 else MOST_REPEATED
-    if isinstance(w_EOI, Mxfp4):  # a product takes 256 columns
-        repeats, most = MXU // MXFP4_GROUP, MXU // MXFP4_GROUP * _few(w_EOI)
-    return repeats if whole and repeats * rows <= most else 0
+    whole, product = rows == M or rows % SUBLANES == 0, LANES
+    if isinstance(w_EOI, Mxfp4) and generation_of_chip() == 6:
+        product = MXU  # which takes in weights while it multiplies 8 * 16 rows
+    repeats = max(1, product // group) if (group := _group(w_EOI)) else 0
+    return repeats if whole and repeats * rows <= FEW_ROWS * product // LANES else 0
 
 
 def _compute_dtype(x_MI: Array, w_EOI: Matrix) -> Any:
@@ -222,18 +238,20 @@ class Operands(NamedTuple):
     """The blocks that a step sees. P is 2 for packed weights, else 1. Scales of Rowwise, and
     biases, come for eight experts at a time: these share a tile of memory."""
 
-    x: Any  # [P, rows, I / P]; rows of zeros fill up 8, if the scales of Grouped multiply sums
-    w: Any  # [1, columns, I], packed or not; Grouped: [1, I, columns]
-    # Rowwise: [8 experts, columns]; Fp8: [1, blocks, blocks]; Mxfp4: like w; Grouped: [1, groups,
-    # columns]; or None
+    x: Any  # [P, rows, I / P]; rows of zeros fill up 8, if the scales of groups multiply sums
+    w: Any  # [1, columns, I]; Grouped: [1, I, columns]; Mxfp4: [1, I / 2, columns]
+    # Rowwise: [8 experts, columns]; Fp8: [1, blocks, blocks]; Grouped, Mxfp4: [1, groups, columns];
+    # or None
     w_scale: Any
     bias: Any  # [8 experts, columns], or None
 
 
-def _kernel(*refs: Any, form: type, part: int, repeats: int, generation: int) -> None:
-    """Runs one step. `refs` are the pairs, the operands, and the output [rows, columns]. `form` is
-    how w is stored."""
-    pairs, (x, w, w_scale, bias), y = Pairs(*refs[:5]), *refs[5:]
+def _kernel(
+    *refs: Any, form: type, part: int, repeats: int, generation: int, interpret: bool
+) -> None:
+    """Runs one step. `refs` are the pairs, the operands, the output [rows, columns] and, if scales
+    belong to groups, a place for them as factors [groups, columns]. `form` is how w is stored."""
+    pairs, (x, w, w_scale, bias), y, *factors = Pairs(*refs[:5]), *refs[5:]
     n, s = pl.program_id(0), pl.program_id(1)
     before, (rows, columns) = jnp.maximum(s - 1, 0), y.shape
     start, end, first = pairs.start[s], pairs.end[s], pairs.tile[s] * rows
@@ -247,12 +265,13 @@ def _kernel(*refs: Any, form: type, part: int, repeats: int, generation: int) ->
         product = multiply_tile(
             x,
             w,
-            w_scale,
+            factors[0] if factors else w_scale,
             form,
             rows=part,
             repeats=repeats,
             block=n * (columns // FP8_BLOCK),
             generation=generation,
+            interpret=interpret,
         )
         mine = pl.ds(pairs.expert[s] % SUBLANES, 1)
         if form is Rowwise:
@@ -265,6 +284,8 @@ def _kernel(*refs: Any, form: type, part: int, repeats: int, generation: int) ->
 
     @pl.when(start < end)
     def multiply_rows() -> None:
+        if factors:
+            store_factors(w_scale.at[0], factors[0], generation)
         if part == rows:
             return multiply(x, 0)
         begin = jnp.maximum(start - first, 0) // SUBLANES * SUBLANES
@@ -310,19 +331,18 @@ def _specs(form: type, given: Operands, sizes: TileSizes, repeats: int) -> Opera
     (planes, _, depth), (E, n_in, width) = given.x.shape, given.w.shape
     rows = pl.cdiv(sizes.rows, SUBLANES) * SUBLANES if repeats else sizes.rows
     vectors = pl.BlockSpec((min(E, SUBLANES), sizes.columns), eight)
-    scale = None
+    once: Any = dict(pipeline_mode=pl.Buffered(1)) if rows >= given.x.shape[1] else {}
+    matrix, scale = pl.BlockSpec((1, sizes.columns, width), tile_of_w), None
     if form is Rowwise:
         scale = vectors
     elif form is Fp8:
         scale = pl.BlockSpec((1, *given.w_scale.shape[1:]), whole, memory_space=pltpu.SMEM)
-    elif form is Mxfp4:
-        scale = pl.BlockSpec((1, sizes.columns, given.w_scale.shape[2]), tile_of_w)
-    elif form is Grouped:
+    elif form in (Grouped, Mxfp4):
+        matrix = pl.BlockSpec((1, n_in, sizes.columns), columns_of_w)
         scale = pl.BlockSpec((1, given.w_scale.shape[1], sizes.columns), columns_of_w)
-    grouped = pl.BlockSpec((1, n_in, sizes.columns), columns_of_w)
     return Operands(
-        pl.BlockSpec((planes, rows, depth), tile_of_x),
-        grouped if form is Grouped else pl.BlockSpec((1, sizes.columns, width), tile_of_w),
+        pl.BlockSpec((planes, rows, depth), tile_of_x, **once),
+        matrix,
         scale,
         None if given.bias is None else vectors,
     )
@@ -355,6 +375,8 @@ def ragged_dot_tpu(
     with jax.ensure_compile_time_eval() if is_known else nullcontext():
         pairs = list_pairs(jnp.asarray(group_sizes_E), M, sizes.rows)
     w, scale = (*jax.tree.leaves(w_EOI), None)[:2]
+    if isinstance(w_EOI, Mxfp4):  # this is how memory has them: see `format_of`
+        w, scale = w.swapaxes(1, 2), scale.swapaxes(1, 2)
     if not interpret:  # otherwise XLA may copy all of w onto the chip first, if it fits
         w = on_hbm(w)
         if scale is not None and scale.size > 1:  # XLA keeps a single number elsewhere
@@ -369,7 +391,11 @@ def ragged_dot_tpu(
     grid = (pl.cdiv(n_out, sizes.columns), len(pairs.expert))
     read = min(E, M) * sum(a.size * bits_of(a.dtype) // 8 for a in jax.tree.leaves(w_EOI)) // E
     written = M * n_out * jnp.dtype(out_dtype).itemsize
-    known: Any = dict(form=type(w_EOI), part=sizes.part, repeats=repeats)
+    known: Any = dict(form=type(w_EOI), part=sizes.part, repeats=repeats, interpret=bool(interpret))
+    factors = list[Any]()
+    if scale is not None and (group := _group(w_EOI)):
+        kind = factor_dtype(dtype, scale.dtype, group // planes, repeats, generation_of_chip())
+        factors = [pltpu.VMEM((scale.shape[1], sizes.columns), kind)]
     y_MO: Array = pl.pallas_call(
         partial(_kernel, generation=generation_of_chip(), **known),
         out_shape=jax.ShapeDtypeStruct((M, n_out), out_dtype, manual_axis_type=of_y),
@@ -380,6 +406,7 @@ def ragged_dot_tpu(
             out_specs=pl.BlockSpec(
                 (sizes.rows, sizes.columns), lambda n, s, expert, tile, *_: (tile[s], n)
             ),
+            scratch_shapes=factors,
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=sizes.vmem

@@ -6,14 +6,14 @@ weights, the other units have time. What is cheapest depends on the form and on 
 - Rowwise: the integers are converted. With few rows, a tpu7x transposes them while they are narrow.
 - Fp8: matrix units multiply bfloat16 by 8-bit floats, and the scales multiply the products. With
   many rows, where a matrix unit is wider than a block, the scales multiply the weights.
-- Grouped is stored as [I, O], so a scale is a row of vectors. With few rows, the integers are
-  multiplied as they are, and the scales multiply the sums of the groups. A product takes 128
-  columns of x, which may be several groups: then they are repeated, each time with zeros in all
-  groups but one. With more rows, the scales multiply the weights.
-- Mxfp4 holds two neighbours of a row in a byte. A tpu7x transposes the bytes, of which its 4-bit
-  floats then are rows. For other chips, x is split into even and odd columns, and shifts make 8-bit
-  floats of the 4-bit ones. With few rows, the scales multiply the sums of 8 groups, as in Grouped.
-  With more rows, they multiply the weights.
+- Grouped is stored as [I, O], so a scale is a row of vectors. A TPU repeats such a row while it
+  loads it. With few rows, the integers are multiplied as they are, and the scales multiply the sums
+  of the groups. A product takes 128 columns of x, which may be several groups: then they are
+  repeated, each time with zeros in all groups but one. With more rows, the scales multiply the
+  weights.
+- Mxfp4 is in memory as [I, O], too, and is multiplied as Grouped is. A byte holds two neighbours of
+  a column. A tpu7x has 4-bit floats. For other chips, x is split into even and odd columns, and
+  shifts make 8-bit floats of the 4-bit ones.
 """
 
 import re
@@ -26,11 +26,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from common.quant import FP8_BLOCK, MXFP4_GROUP, Fp8, Grouped, Mxfp4, e8m0
+from common.quant import FP8_BLOCK, Fp8, Grouped, Mxfp4, e8m0
 
-LANES = 128
+LANES, SUBLANES = 128, 8
 E5M2_BIAS = 14  # how much larger it is than that of 4-bit floats
-AT_ONCE = 1024  # numbers of a column, or bytes of two, that are widened at a time
+AT_ONCE = 1024  # numbers of a column that are widened at a time
 MXU = 256  # rows and columns of the widest matrix unit
 FEW_ROWS = 64  # of x: with more, loading weights into a matrix unit is not what takes the time
 
@@ -52,33 +52,27 @@ def multiply_tile(
     repeats: int,
     block: Array,
     generation: int,
+    interpret: bool,
 ) -> Array:
     """Multiplies x by a tile: float32 [rows, columns]. Scales of Rowwise multiply it later.
 
     Args:
-      x, w, scale: what a step sees; see `Operands`.
+      x, w, scale: what a step sees; see `Operands`. For groups, the scales are factors.
       form: how w is stored.
       rows: of x, without those that fill up 8.
-      repeats: how often x is repeated, for Grouped; 0 if the scales multiply the weights.
+      repeats: how often x is repeated, for groups; 0 if the scales multiply the weights.
       block: the number of the first block of rows of the matrix that w has, for Fp8.
       generation: that of the chip.
+      interpret: whether there is no chip.
     """
-    x_0, w_0, exact = x.at[0], w.at[0], scale is not None and scale.dtype != jnp.float32
-    # TPUs multiply bfloat16 since the sixth generation. The product is that of float32, rounded.
-    bfloat16 = exact and x.dtype == jnp.bfloat16 and generation > 5
-    dtype = jnp.bfloat16 if bfloat16 else jnp.float32
-    if form is Grouped and repeats:
-        return _multiply_groups(x_0, w_0, scale.at[0], rows)
-    if form is Grouped:
-        return _multiply_widened(x_0, _parts_of_groups(w_0, scale.at[0]), dtype)
-    if form is Mxfp4 and repeats and generation > 6:
-        return _multiply_groups_of_fp4(x_0, w_0, scale.at[0], rows)
-    if form is Mxfp4 and repeats:
-        return _multiply_groups_of_planes(x, w_0, scale.at[0], rows)
-    if form is Mxfp4 and generation > 6:
-        return _multiply_widened(x_0, _parts_of_fp4(w_0, scale.at[0], AT_ONCE), dtype)
-    if form is Mxfp4:
-        return _multiply_mxfp4(x, w_0, scale.at[0], dtype)
+    x_0, w_0 = x.at[0], w.at[0]
+    if repeats:
+        least = MXU if form is Mxfp4 and generation == 6 else LANES
+        parts = _parts(x, w_0, scale.shape[0], least, generation)
+        return _multiply_groups(parts, scale, rows, x.shape[0], interpret)
+    if form in (Grouped, Mxfp4):
+        parts = _parts(x, w_0, scale.shape[0], AT_ONCE, generation)
+        return _multiply_widened(parts, scale, x.shape[0], interpret)
     if form is Fp8 and generation > 5 and rows > FEW_ROWS:
         return multiply(x[0], _widened_fp8(w_0, scale.at[0], block, x.dtype, generation))
     if form is Fp8:
@@ -149,74 +143,76 @@ def _biased_by_11(w: Array) -> Array:
     return pltpu.bitcast(codes, jnp.float8_e4m3b11fnuz)
 
 
-def _multiply_groups(x: Any, w: Any, scale: Any, rows: int) -> Array:
-    """Multiplies x [rows, I] by w [I, columns]: float32 [rows, columns]. The scales multiply sums
-    of groups, and x has a multiple of 8 rows."""
-    y = jnp.zeros((rows, w.shape[1]), jnp.float32)
-    for at, some_scales in _steps(w, scale, LANES):
-        x_at = _repeated(x[:, at], len(some_scales))
-        y = _add_groups(y, x_at, w[at], some_scales.astype(jnp.float32), 0)
-    return y
+def factor_dtype(x_dtype: Any, scale_dtype: Any, group: int, repeats: int, generation: int) -> Any:
+    """Returns the dtype of factors: float32, or int32 if each is there twice, in bfloat16. TPUs
+    multiply weights in bfloat16 since the sixth generation: the products of float32, rounded."""
+    exact = scale_dtype != jnp.float32 and x_dtype == jnp.bfloat16
+    twice = exact and not repeats and group % (2 * SUBLANES) == 0 and generation > 5
+    return jnp.int32 if twice else jnp.float32
 
 
-def _multiply_groups_of_fp4(x: Any, w: Any, scale: Any, rows: int) -> Array:
-    """The same for w [columns, I / 2], on a tpu7x."""
-    y = jnp.zeros((rows, w.shape[0]), jnp.float32)
-    for at, codes, power in _parts_of_fp4(w, scale, LANES):
-        x_at = _repeated(x[:, at], len(power))
-        y = _add_groups(y, x_at, codes.astype(jnp.float8_e4m3fn), power, 0)
-    return y
+def store_factors(scale: Any, factors: Any, generation: int) -> None:
+    """Writes the scales [groups, columns] in the form in which they multiply."""
+    value = scale[...]
+    if value.dtype == jnp.uint8:
+        value = e8m0(value.astype(jnp.int32)) if generation > 6 else _e5m2_scales(value)
+    value = value.astype(jnp.float32)
+    if factors.dtype == jnp.int32:
+        bits = pltpu.bitcast(value, jnp.int32)
+        value = bits | lax.shift_right_logical(bits, 16)
+    factors[...] = value
 
 
-def _multiply_groups_of_planes(x: Any, w: Any, scale: Any, rows: int) -> Array:
-    """The same for x [2, rows, I / 2] and w [columns, I / 2], on other chips."""
-    (columns, n_bytes), group = w.shape, MXFP4_GROUP // 2
-    parts = [slice(n, min(n + MXU, columns)) for n in range(0, columns, MXU)]
-    power = [_e5m2_scales(scale[part]).T for part in parts]
-    y = [jnp.zeros((rows, part.stop - part.start), jnp.float32) for part in parts]
-    for k in range(0, n_bytes, LANES):
-        at = slice(k, min(k + LANES, n_bytes))
-        own = slice(at.start // group, at.stop // group)
-        x_at = _repeated(jnp.concatenate([x[0, :, at], x[1, :, at]], 1), own.stop - own.start, 2)
-        for i, part in enumerate(parts):
-            wide = jnp.concatenate(_e5m2_planes(w[part, at]), 1)
-            y[i] = _add_groups(y[i], x_at, wide, power[i][own], 1)
-    return jnp.concatenate(y, 1)
+def _factor(factors: Any, group: int, interpret: bool) -> Array:
+    """Returns the factors of a group: [8, columns] in float32 or [16, columns] in bfloat16, whose
+    rows are the same. A TPU repeats a row while it loads it; interpreters know no such load."""
+    row = factors[pl.ds(group, 1)] if interpret else factors[pl.ds(group, SUBLANES, stride=0)]
+    row = jnp.broadcast_to(row, (SUBLANES, row.shape[1]))
+    return row if row.dtype == jnp.float32 else pltpu.bitcast(row, jnp.bfloat16)
 
 
-def _add_groups(y: Array, x: Array, w: Array, scale: Array, contract: int) -> Array:
-    """Adds x times w to y [rows, columns]. x is repeated for each group, so each has a row of sums,
-    which its scale of [groups, columns] multiplies. The axis `contract` of w is summed over."""
-    sums, n = multiply(x, _narrow(w, x.dtype), contract), len(x) // len(scale)
-    for j in range(len(scale)):
-        y = y + sums[j * n : j * n + len(y)] * scale[j : j + 1]
-    return y
+def _parts(
+    x: Any, w: Any, groups: int, least: int, generation: int
+) -> Iterator[tuple[Array, Array, range]]:
+    """Yields parts of about `least` numbers of I: columns of x, a narrow matrix [these, columns],
+    and the numbers of its groups. x is [P, rows, I / P], and w [I, columns], packed or not."""
+    packed, group = w.dtype == jnp.uint8, w.shape[0] // groups
+    step = pl.cdiv(least, group * (1 + packed)) * group
+    for k in range(0, w.shape[0], step):
+        end = min(k + step, w.shape[0])
+        own, numbers = w[k:end], range(k // group, end // group)
+        if not packed:
+            yield x[0, :, k:end], own, numbers
+        elif generation > 6:
+            codes = pltpu.bitcast(own, jnp.float4_e2m1fn)
+            yield x[0, :, 2 * k : 2 * end], codes.astype(jnp.float8_e4m3fn), numbers
+        else:
+            x_at = jnp.concatenate([x[0, :, k:end], x[1, :, k:end]], 1)
+            yield x_at, jnp.concatenate(_e5m2_planes(own)), numbers
 
 
-def _multiply_widened(x: Any, parts: Iterator[tuple[slice, Array, Array]], dtype: Any) -> Array:
-    """Multiplies x [rows, I] by a matrix in float32, of which each part has some columns of x, a
-    narrow matrix [these, columns], and the scales [groups, columns] that multiply it in `dtype`."""
+def _multiply_groups(parts: Any, factors: Any, rows: int, planes: int, interpret: bool) -> Array:
+    """Multiplies a multiple of 8 rows of x by each part: float32 [rows, columns]. x is repeated for
+    each group, so each has its own sums, which its factors multiply."""
     y = jnp.zeros((), jnp.float32)
-    for at, w, scale in parts:
-        wide = w.astype(dtype).reshape(scale.shape[0], -1, w.shape[1])
-        wide = wide * scale.astype(dtype)[:, None]
-        y = y + multiply(x[:, at], wide.reshape(w.shape).astype(x.dtype), 0)
+    for x, w, groups in parts:
+        repeated = _repeated(x, len(groups), planes)
+        sums = multiply(repeated, _narrow(w, x.dtype), 0)
+        sums = sums.reshape(len(groups), -1, SUBLANES, w.shape[1])
+        for own, group in zip(sums, groups, strict=True):
+            y = y + own * _factor(factors, group, interpret)
+    return y.reshape(-1, y.shape[-1])[:rows]
+
+
+def _multiply_widened(parts: Any, factors: Any, planes: int, interpret: bool) -> Array:
+    """Multiplies x by each part: float32 [rows, columns]. The factors multiply the weights."""
+    y = jnp.zeros((), jnp.float32)
+    for x, w, groups in parts:
+        factor = jnp.stack([_factor(factors, group, interpret) for group in groups])[:, None]
+        shape = planes, len(groups), -1, *factor.shape[2:]
+        wide = w.astype(factor.dtype).reshape(shape) * factor
+        y = y + multiply(x, wide.reshape(w.shape).astype(x.dtype), 0)
     return y
-
-
-def _parts_of_groups(w: Any, scale: Any) -> Iterator[tuple[slice, Array, Array]]:
-    return ((at, w[at], some_scales) for at, some_scales in _steps(w, scale, AT_ONCE))
-
-
-def _parts_of_fp4(w: Any, scale: Any, step: int) -> Iterator[tuple[slice, Array, Array]]:
-    """Transposes w [columns, I / 2], `step` bytes of a row at a time, while a byte still holds two
-    neighbours: they become rows."""
-    power = e8m0(scale[...].astype(jnp.int32)).T
-    for k in range(0, w.shape[1], step):
-        end = min(k + step, w.shape[1])
-        codes = pltpu.bitcast(w[:, k:end].T, jnp.float4_e2m1fn)
-        some_powers = power[2 * k // MXFP4_GROUP : 2 * end // MXFP4_GROUP]
-        yield slice(2 * k, 2 * end), codes, some_powers
 
 
 def _repeated(x: Array, groups: int, planes: int = 1) -> Array:
@@ -229,40 +225,6 @@ def _repeated(x: Array, groups: int, planes: int = 1) -> Array:
     wide = x.astype(jnp.float32)
     repeats = [jnp.where(group == j, wide, 0) for j in range(groups)]
     return jnp.concatenate(repeats).astype(x.dtype)
-
-
-def _steps(w: Any, scale: Any, least: int) -> Iterator[tuple[slice, Array]]:
-    """Yields slices of I, of whole groups and about `least` numbers, with their scales [groups,
-    columns]."""
-    n_in, group = w.shape[0], w.shape[0] // scale.shape[0]
-    step = pl.cdiv(least, group) * group
-    for k in range(0, n_in, step):
-        end = min(k + step, n_in)
-        yield slice(k, end), scale[k // group : end // group]
-
-
-def _multiply_mxfp4(x: Any, w: Any, scale: Any, dtype: Any) -> Array:
-    """Multiplies x [2, rows, I / 2] by w [columns, I / 2]: float32 [rows, columns]. 16 bytes share
-    one of the scales [columns, I / 32], which multiply in `dtype`."""
-    products, (columns, n_bytes) = [], w.shape
-    few = x.shape[1] <= FEW_ROWS or dtype == jnp.float32
-    step = LANES if few else 2 * LANES
-    for n in range(0, columns, MXU):
-        rows_of_w = slice(n, min(n + MXU, columns))
-        power = _e5m2_scales(scale[rows_of_w]).astype(jnp.bfloat16)
-        y = jnp.zeros((x.shape[1], rows_of_w.stop - n), jnp.float32)
-        for k in range(0, n_bytes, step):
-            planes: tuple[list[Array], list[Array]] = [], []
-            for i in range(k, min(k + step, n_bytes), LANES):
-                bytes_at = w[rows_of_w, i : min(i + LANES, n_bytes)]
-                spread = _spread(power, i // (MXFP4_GROUP // 2), bytes_at.shape).astype(dtype)
-                for wide, plane in zip(planes, _e5m2_planes(bytes_at), strict=True):
-                    wide.append((plane.astype(dtype) * spread).astype(x.dtype))
-            for p, wide in enumerate(planes):
-                at = slice(k, min(k + step, n_bytes))
-                y = y + multiply(x[p, :, at], jnp.concatenate(wide, 1))
-        products.append(y)
-    return jnp.concatenate(products, 1)
 
 
 def _e5m2_scales(exponents: Array) -> Array:
@@ -280,15 +242,3 @@ def _e5m2_planes(codes: Array) -> tuple[Array, Array]:
     planes = ((x + 0x70707070) & jnp.int32(-0x71717172) for x in (low, high))  # 0x8E in each byte
     even, odd = (pltpu.bitcast(x, jnp.float8_e5m2) for x in planes)
     return even, odd
-
-
-def _spread(power: Array, first: int, shape: tuple[int, int]) -> Array:
-    """Repeats columns first, first + 1, ... of power, each MXFP4_GROUP / 2 times. Two bfloat16
-    numbers are moved as one word."""
-    words = pltpu.bitcast(power, jnp.int32)
-    lane = lax.broadcasted_iota(jnp.int32, (len(words), shape[1]), 1) // (MXFP4_GROUP // 2)
-    vector = first // LANES * LANES
-    source = words[:, vector : vector + LANES]
-    index = lane + (first - vector)
-    moved = jnp.take_along_axis(source, index, axis=1, mode="promise_in_bounds")
-    return pltpu.bitcast(moved, power.dtype)

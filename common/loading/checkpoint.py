@@ -11,6 +11,7 @@ to be quantised, its device holds it in both forms for a while.
 import math
 import mmap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,14 +21,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from common.kernels.ragged_dot import row_major
+from common.kernels.ragged_dot import format_of
 from common.loading.adapter import adapted
 from common.loading.converting import convert
 from common.loading.matching import Source, assign, by_expert
 from common.loading.packed import declare, unpacked
 from common.loading.reading import Part, limits_of, read_tensor
 from common.loading.stored import FLOATS, open_tensors
-from common.quant import Storage
+from common.quant import Storage, is_stored
 from common.sharding import model_shards
 from common.weights import Weight, by_path, is_weight, published_arrays, storage_for
 
@@ -73,14 +74,15 @@ def load_array(source: Source, array: Weight, mesh: Mesh, dtype: np.dtype) -> ja
 def rows_together(tree: Any) -> Any:
     """Lays weights out row by row, as `ragged_dot` and `embed_rows` read them. Otherwise, if the
     row length is not a multiple of 128, a TPU would store an array transposed, and would transpose
-    all of it back at every step."""
+    all of it back at every step. On TPU, Mxfp4 is laid out column by column."""
 
-    def place(x: Any) -> jax.Array:
-        if x.format.layout.major_to_minor == tuple(range(x.ndim)):
+    def place(form: type, x: Any) -> jax.Array:
+        wanted: Any = format_of(form, x.sharding, x.ndim)
+        if x.format.layout.major_to_minor == wanted.layout.major_to_minor:
             return x
-        return jax.jit(lambda x: x, out_shardings=row_major(x.sharding, x.ndim))(x)
+        return jax.jit(lambda x: x, out_shardings=wanted)(x)
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(lambda w: jax.tree.map(partial(place, type(w)), w), tree, is_leaf=is_stored)
 
 
 def load_weights(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from common.kernels.ragged_dot import row_major
+from common.kernels.ragged_dot import format_of
 from common.loading.files import first_line
 from common.loading.packed import declare
 from common.loading.random_weights import random_weights
@@ -24,6 +24,7 @@ from common.machines.bandwidth import tree_bytes
 from common.machines.chips import Chip, chip_of, devices_of
 from common.machines.hlo import Collective, collectives, cycles, operations, parse, traffic
 from common.machines.mesh_choice import Plan, best_mesh, load_of
+from common.quant import is_stored
 from common.sharding import DATA, make_mesh, model_shards, parse_mesh
 from common.weights import specs_like
 
@@ -84,11 +85,14 @@ def abstract_weights(plan: Plan, mesh: Mesh) -> Any:
     layout, _ = declare(plan.module, plan.config, model_shards(mesh))
     weights = jax.eval_shape(partial(random_weights, layout, mesh, plan.dtype, 0, plan.storage))
 
-    def place(spec: Any, x: Any) -> Any:
+    def place(form: type, spec: Any, x: Any) -> Any:
         if x is not None:  # the zero points of a form that has none
-            return x.update(sharding=row_major(NamedSharding(mesh, spec), x.ndim))
+            return x.update(sharding=format_of(form, NamedSharding(mesh, spec), x.ndim))
 
-    return jax.tree.map(place, specs_like(weights, layout), weights)
+    def matrix(specs: Any, w: Any) -> Any:
+        return jax.tree.map(partial(place, type(w)), specs, w)
+
+    return jax.tree.map(matrix, specs_like(weights, layout), weights, is_leaf=is_stored)
 
 
 def abstract_state(plan: Plan, mesh: Mesh) -> Any:
