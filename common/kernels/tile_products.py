@@ -221,7 +221,8 @@ def _repeated(x: Array, groups: int, planes: int = 1) -> Array:
     if groups == 1:
         return x
     width = x.shape[1] // planes
-    group = lax.broadcasted_iota(jnp.int32, x.shape, 1) % width // (width // groups)
+    column = lax.rem(lax.broadcasted_iota(jnp.int32, x.shape, 1), width)
+    group = lax.div(column, width // groups)
     wide = x.astype(jnp.float32)
     repeats = [jnp.where(group == j, wide, 0) for j in range(groups)]
     return jnp.concatenate(repeats).astype(x.dtype)
