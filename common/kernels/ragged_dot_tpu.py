@@ -144,7 +144,7 @@ def _options(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> list[Til
     usual: tuple[int, ...] = TILE_ROWS
     if E == 1 and M >= MOST_ROWS:
         usual = (MOST_ROWS, *TILE_ROWS)
-    elif E > 1 and generation_of_chip() < 6:
+    elif E > 1 and M < MOST_ROWS * E and generation_of_chip() < 6:
         usual = (96, *TILE_ROWS[1:])  # fewer rows are multiplied for two experts
     options = [fitting(limit, limit) for limit in usual]
     if M >= MANY_ROWS * E and (budget := MANY_BUDGET.get(generation_of_chip())):
