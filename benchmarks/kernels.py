@@ -28,7 +28,7 @@ from common.command.cli import mistakes_on_one_line
 from common.kernels.decode_attention import ragged_decode_attention
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.ragged_dot import ragged_dot
-from common.loading.checkpoint import rows_together
+from common.loading.checkpoint import laid_out
 from common.quant import Fp8, Mxfp4, Rowwise, quantize_rows
 
 KERNELS = ("decode_attention", "prefill_attention", "ragged_dot")
@@ -204,7 +204,7 @@ def make_experts(shape: Experts, dtype: str, tokens: int) -> Any:
     else:
         scale = jnp.full((E, n_out, n_in // 32), 125, jnp.uint8)
         w = Mxfp4(bits((E, n_out, n_in // 2)), scale)
-    return x, rows_together(w), jnp.asarray(sizes, jnp.int32)
+    return x, laid_out(w), jnp.asarray(sizes, jnp.int32)
 
 
 def active(shape: Experts, tokens: int) -> int:

@@ -254,7 +254,7 @@ def test_4_bits_are_laid_out_as_the_kernel_reads_them_and_keep_their_numbers(mon
     w = Mxfp4(*(jnp.arange(2 * 64 * n, dtype=jnp.uint8).reshape(2, 64, n) for n in (32, 2)))
     assert format_of(Mxfp4, w.values.sharding).layout.major_to_minor == (0, 1, 2)  # on CPU
     monkeypatch.setattr(loading, "format_of", on_tpu)
-    placed = loading.rows_together([w, w.values])
+    placed = loading.laid_out([w, w.values])
     orders = [x.format.layout.major_to_minor for x in jax.tree.leaves(placed)]
     assert orders == [(0, 2, 1), (0, 2, 1), (0, 1, 2)]
     assert_trees_equal(placed, [w, w.values])

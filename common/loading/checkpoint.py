@@ -71,10 +71,10 @@ def load_array(source: Source, array: Weight, mesh: Mesh, dtype: np.dtype) -> ja
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
-def rows_together(tree: Any) -> Any:
-    """Lays weights out row by row, as `ragged_dot` and `embed_rows` read them. Otherwise, if the
-    row length is not a multiple of 128, a TPU would store an array transposed, and would transpose
-    all of it back at every step. On TPU, Mxfp4 is laid out column by column."""
+def laid_out(tree: Any) -> Any:
+    """Lays weights out as `ragged_dot` and `embed_rows` read them: row by row but, on TPU, Mxfp4
+    column by column. Otherwise, if the row length is not a multiple of 128, a TPU would store an
+    array transposed, and would transpose all of it back at every step."""
 
     def place(form: type, x: Any) -> jax.Array:
         wanted: Any = format_of(form, x.sharding, x.ndim)
@@ -136,7 +136,7 @@ def load_weights(
         loaded = jax.tree.map_with_path(array, published_arrays(weight), is_leaf=is_weight)
         if chosen is not None:
             loaded = convert(loaded, weight.spec, chosen, np.dtype(dtype), mesh)
-        return jax.block_until_ready(rows_together(loaded))
+        return jax.block_until_ready(laid_out(loaded))
 
     def place(path: str) -> tuple[Path, int]:
         first = sources[path if path in sources else f"{path}.values"].tensors[0]

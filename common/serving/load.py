@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from common.kernels.dispatch import AUTO, Impl
 from common.loading.adapter import open_adapter
-from common.loading.checkpoint import Progress, load_weights, rows_together
+from common.loading.checkpoint import Progress, laid_out, load_weights
 from common.loading.files import is_there
 from common.loading.generation import read_generation
 from common.loading.hub import ADAPTER
@@ -171,7 +171,7 @@ def read_weights(
     if model.directory is None:
         layout, _ = declare(model.module, model.config, model_shards(model.mesh))
         weights = random_weights(layout, model.mesh, model.dtype, seed, model.storage)
-        return model._replace(weights=jax.block_until_ready(rows_together(weights)))
+        return model._replace(weights=jax.block_until_ready(laid_out(weights)))
     options: Any = dict(storage=model.storage, progress=progress, allow_nonfinite=allow_nonfinite)
     where = model.directory, model.module, model.config, model.mesh, model.dtype
     weights = load_weights(*where, adapter=model.adapter, **options)
