@@ -220,6 +220,7 @@ PARTS = [
     Case(1100, 4, 56, 40, rows="none"),
     Case(60, 16, 136, 320, form=Grouped, group=64, dtype=BF16, rows="all"),
     Case(30, 16, 136, 288, form=Mxfp4, rows="most experts'", bias=True),
+    Case(150, 32, 136, 352, form=Mxfp4, dtype=BF16),
 ]
 
 
@@ -315,6 +316,7 @@ STRICT_CASES = [
     Case(3, 4, 136, 160, form=Grouped),
     Case(140, 4, 136, 128, form=Grouped, dtype=BF16, bias=True),
     Case(516, 2, 136, 40, rows="most experts'"),  # in parts
+    Case(100, 16, 136, 160, form=Mxfp4, dtype=BF16, rows="all"),  # in parts that begin at any row
 ]
 
 

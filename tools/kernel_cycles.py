@@ -41,7 +41,7 @@ from common.kernels.decode_attention_tpu import decode_attention_tpu, ring_sizes
 from common.kernels.delta_rule import Tokens, delta_rule
 from common.kernels.prefill_attention_tpu import block_sizes, prefill_attention_tpu
 from common.kernels.ragged_dot import format_of, ragged_dot
-from common.kernels.ragged_dot_tpu import SUBLANES, TileSizes, list_pairs, tile_sizes
+from common.kernels.ragged_dot_tpu import TileSizes, list_pairs, tile_sizes
 from common.machines.chips import CHIPS, devices_of
 from common.machines.dryrun import dry_run
 from common.machines.hlo import CYCLES, Op, Program, cycles, executed, parse
@@ -181,7 +181,7 @@ def parts_in_a_step(sizes: TileSizes, M: int, E: int) -> float:
     def parts(group_sizes_E: jax.Array) -> jax.Array:
         pairs = list_pairs(group_sizes_E, M, sizes.rows)
         first = pairs.tile * sizes.rows
-        begin = jnp.maximum(pairs.start - first, 0) // SUBLANES * SUBLANES
+        begin = jnp.maximum(pairs.start - first, 0) // sizes.align * sizes.align
         stop = jnp.minimum(pairs.end - first, sizes.rows)
         return jnp.where(pairs.start < pairs.end, -(-(stop - begin) // sizes.part), 0)
 

@@ -65,7 +65,8 @@ TILE_ROWS = (128, 64, 32, 16)  # the smaller ones if I is so large that nothing 
 MANY_ROWS, MANY_BUDGET = 256, {6: 52 << 20, 7: 44 << 20}
 MANY_TILE_ROWS, MANY_COLUMNS = (2048, 1024, 512), 512  # the first for which so many columns fit
 MOST_ROWS = 512  # that are multiplied at a time, if there is one expert
-MAX_NUMBERS = 1 << 23  # of a matrix in a tile; the unrolled program grows with it
+FEW_BUDGET = {6: 24 << 20, 7: 24 << 20}  # with few rows in parts; these chips give 32 MiB anyway
+MAX_NUMBERS = 1 << 23  # of a matrix in a tile, or twice as many; the unrolled program grows with it
 STEP_NUMBERS = 1 << 18  # the numbers that a step could multiply while it does all else
 GROUPS = (8, 16, 32, 64)  # numbers that share a scale; multiples of 128 are taken as well
 
@@ -100,6 +101,7 @@ class TileSizes(NamedTuple):
     rows: int  # of x
     part: int  # of these, multiplied at a time
     columns: int  # of the output; they are rows of w
+    align: int = SUBLANES  # parts begin at a multiple of this
     vmem: int | None = None  # bytes that the kernel asks for; None: what the compiler gives it
 
 
@@ -111,7 +113,8 @@ def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSi
     sizes = next((x for x in options if x.columns >= min(n_out, LANES)), None)
     if sizes is None or n_out <= LANES:
         return sizes and sizes._replace(columns=n_out)
-    widest = min(sizes.columns, n_out // LANES * LANES, MAX_NUMBERS // n_in // LANES * LANES)
+    most = 2 * MAX_NUMBERS if sizes.vmem else MAX_NUMBERS
+    widest = min(sizes.columns, n_out // LANES * LANES, most // n_in // LANES * LANES)
     unit = _side() if sizes.part > FEW_ROWS else LANES  # columns that are multiplied at a time
 
     def cost(columns: int) -> int:
@@ -130,16 +133,17 @@ def _options(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> list[Til
     def row(dtype: Any, width: int) -> int:
         return pl.cdiv(width, LANES) * LANES * bits_of(dtype) // 8
 
-    def fitting(limit: int, part: int, budget: int = BUDGET) -> TileSizes:
-        """Tiles of at most `limit` rows. Parts begin at a multiple of 8."""
+    def fitting(limit: int, part: int, budget: int = BUDGET, align: int = SUBLANES) -> TileSizes:
+        """Tiles of at most `limit` rows."""
         rows = limit if limit < M else M if part >= M else pl.cdiv(M, SUBLANES) * SUBLANES
-        part = min(part, rows)
+        part, align = min(part, rows), align if part < rows else SUBLANES
         # All but a lone tile of x is fetched while the one before is multiplied.
         of_x = (1 if rows >= M else 2) * rows * planes * row(dtype, n_in // planes)
         column = 2 * rows * jnp.dtype(out_dtype).itemsize + 4 * (part + groups)
         column += sum(2 * row(a.dtype, width) for a, width in _tiled(w_EOI))
         columns = (budget - of_x) // column // LANES * LANES
-        return TileSizes(rows, part, columns, None if budget == BUDGET else budget + (8 << 20))
+        vmem = None if budget == BUDGET else budget + (8 << 20)
+        return TileSizes(rows, part, columns, align, vmem)
 
     usual: tuple[int, ...] = TILE_ROWS
     if E == 1 and M >= MOST_ROWS:
@@ -154,9 +158,9 @@ def _options(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> list[Til
         many = [fitting(limit, part, budget) for limit in MANY_TILE_ROWS]
         return ([x for x in many if x.columns >= MANY_COLUMNS] or many[-1:]) + options
     few, is_worth_it = _few(w_EOI, M), generation_of_chip() != 6 or isinstance(w_EOI, Mxfp4)
-    if _repeats(w_EOI, few, few) and is_worth_it and few * E >= 2 * M:
+    if _repeats(w_EOI, few, few) and is_worth_it and few * E >= M:
         # Scales that multiply sums take less time, though each part has fewer rows.
-        return [fitting(TILE_ROWS[0], few)]
+        return [fitting(TILE_ROWS[0], few, FEW_BUDGET.get(generation_of_chip(), BUDGET), align=1)]
     return options
 
 
@@ -247,7 +251,7 @@ class Operands(NamedTuple):
 
 
 def _kernel(
-    *refs: Any, form: type, part: int, repeats: int, generation: int, interpret: bool
+    *refs: Any, form: type, part: int, align: int, repeats: int, generation: int, interpret: bool
 ) -> None:
     """Runs one step. `refs` are the pairs, the operands, the output [rows, columns] and, if scales
     belong to groups, a place for them as factors [groups, columns]. `form` is how w is stored."""
@@ -260,8 +264,9 @@ def _kernel(
     def zero() -> None:
         y[...] = jnp.zeros_like(y)
 
-    def multiply(x: Any, at: Any) -> None:
-        """Multiplies x, which are `part` rows of the tile, from row `at` on."""
+    def multiply(x: Any, at: Any, before: Any = 0) -> None:
+        """Multiplies x, which are `part` rows of the tile, from row `at` on. If they are turned,
+        the rows that were loaded begin with row `before`."""
         product = multiply_tile(
             x,
             w,
@@ -278,9 +283,12 @@ def _kernel(
             product = product * w_scale[mine]
         if bias is not None:
             product = product + bias[mine]
+        low, high = jnp.maximum(start, first + at), jnp.minimum(end, first + at + part)
+        if align == 1:  # turns them back
+            at, product = before, jnp.concatenate([product, product[:SUBLANES]])
         row = first + at + lax.broadcasted_iota(jnp.int32, product.shape, 0)
-        into = pl.ds(at, part)
-        y[into] = jnp.where((row >= start) & (row < end), product.astype(y.dtype), y[into])
+        into = pl.ds(at, len(product))
+        y[into] = jnp.where((row >= low) & (row < high), product.astype(y.dtype), y[into])
 
     @pl.when(start < end)
     def multiply_rows() -> None:
@@ -288,15 +296,28 @@ def _kernel(
             store_factors(w_scale.at[0], factors[0], generation)
         if part == rows:
             return multiply(x, 0)
-        begin = jnp.maximum(start - first, 0) // SUBLANES * SUBLANES
+        begin = jnp.maximum(start - first, 0) // align * align
 
         def multiply_part(i: Array, _: None) -> None:
             at = jnp.minimum(begin + i * part, rows - part)
-            at = pl.multiple_of(at, SUBLANES)
-            multiply(x.at[:, pl.ds(at, part)], at)
+            if align > 1:
+                at = pl.multiple_of(at, SUBLANES)
+                return multiply(x.at[:, pl.ds(at, part)], at)
+            before = jnp.minimum(at // SUBLANES * SUBLANES, rows - part - SUBLANES)
+            before = pl.multiple_of(before, SUBLANES)
+            multiply(_turned(x[:, pl.ds(before, part + SUBLANES)], at - before), at, before)
 
         stop = jnp.minimum(end - first, rows)
         return lax.fori_loop(0, pl.cdiv(stop - begin, part), multiply_part, None)
+
+
+def _turned(x: Array, skip: Array) -> Array:
+    """Returns rows [skip, skip + part) of x [P, part + 8, I / P], where `skip` is at most 8. Rows
+    from `part` on take the places of those that are skipped, and no other row moves."""
+    head, rest, tail = x[:, :SUBLANES], x[:, SUBLANES:-SUBLANES], x[:, -SUBLANES:]
+    is_own = lax.broadcasted_iota(jnp.int32, head.shape, 1) >= skip
+    head = jnp.where(is_own, head.astype(jnp.float32), tail.astype(jnp.float32)).astype(x.dtype)
+    return jnp.concatenate([head, rest], 1) if rest.size else head
 
 
 # ---- the call
@@ -328,10 +349,10 @@ def _specs(form: type, given: Operands, sizes: TileSizes, repeats: int) -> Opera
     columns_of_w = lambda *args: (tile_of_w(*args)[0], 0, tile_of_w(*args)[1])
     whole = lambda n, s, expert, *_: (expert[s], 0, 0)
     eight = lambda n, s, expert, *_: (expert[s] // SUBLANES, n)
-    (planes, _, depth), (E, n_in, width) = given.x.shape, given.w.shape
+    (planes, M, depth), (E, n_in, width) = given.x.shape, given.w.shape
     rows = pl.cdiv(sizes.rows, SUBLANES) * SUBLANES if repeats else sizes.rows
     vectors = pl.BlockSpec((min(E, SUBLANES), sizes.columns), eight)
-    once: Any = dict(pipeline_mode=pl.Buffered(1)) if rows >= given.x.shape[1] else {}
+    once: Any = dict(pipeline_mode=pl.Buffered(1)) if rows >= M else {}
     matrix, scale = pl.BlockSpec((1, sizes.columns, width), tile_of_w), None
     if form is Rowwise:
         scale = vectors
@@ -397,7 +418,7 @@ def ragged_dot_tpu(
         kind = factor_dtype(dtype, scale.dtype, group // planes, repeats, generation_of_chip())
         factors = [pltpu.VMEM((scale.shape[1], sizes.columns), kind)]
     y_MO: Array = pl.pallas_call(
-        partial(_kernel, generation=generation_of_chip(), **known),
+        partial(_kernel, align=sizes.align, generation=generation_of_chip(), **known),
         out_shape=jax.ShapeDtypeStruct((M, n_out), out_dtype, manual_axis_type=of_y),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(pairs),

@@ -155,7 +155,8 @@ def store_factors(scale: Any, factors: Any, generation: int) -> None:
     """Writes the scales [groups, columns] in the form in which they multiply."""
     value = scale[...]
     if value.dtype == jnp.uint8:
-        value = e8m0(value.astype(jnp.int32)) if generation > 6 else _e5m2_scales(value)
+        value = value.astype(jnp.int32)
+        value = e8m0(value if generation > 6 else jnp.minimum(value + E5M2_BIAS, 255))
     value = value.astype(jnp.float32)
     if factors.dtype == jnp.int32:
         bits = pltpu.bitcast(value, jnp.int32)
@@ -226,11 +227,6 @@ def _repeated(x: Array, groups: int, planes: int = 1) -> Array:
     wide = x.astype(jnp.float32)
     repeats = [jnp.where(group == j, wide, 0) for j in range(groups)]
     return jnp.concatenate(repeats).astype(x.dtype)
-
-
-def _e5m2_scales(exponents: Array) -> Array:
-    """The scales that go with `_e5m2_planes`, in float32."""
-    return e8m0(jnp.minimum(exponents.astype(jnp.int32) + E5M2_BIAS, 255))
 
 
 def _e5m2_planes(codes: Array) -> tuple[Array, Array]:
