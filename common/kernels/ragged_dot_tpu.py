@@ -68,6 +68,7 @@ MOST_ROWS = 512  # that are multiplied at a time, if there is one expert
 FEW_BUDGET = {6: 24 << 20, 7: 24 << 20}  # with few rows in parts; these chips give 32 MiB anyway
 MAX_NUMBERS = 1 << 23  # of a matrix in a tile, or twice as many; the unrolled program grows with it
 STEP_NUMBERS = 1 << 18  # the numbers that a step could multiply while it does all else
+FEW_STEP_NUMBERS = 1 << 20  # or could read, with FEW_BUDGET; then the first tile is waited for
 GROUPS = (8, 16, 32, 64)  # numbers that share a scale; multiples of 128 are taken as well
 
 
@@ -83,7 +84,7 @@ class Pairs(NamedTuple):
 
 def list_pairs(group_sizes_E: Array, M: int, rows: int) -> Pairs:
     """Lists the pairs. A pair begins where a tile or a group begins. Each tile has at least one,
-    which sets it to zero."""
+    which sets the rows of no expert to zero."""
     (E,), tiles = group_sizes_E.shape, pl.cdiv(M, rows)
     ends_E = jnp.cumsum(group_sizes_E)
     starts_E, total = ends_E - group_sizes_E, ends_E[-1]
@@ -108,19 +109,17 @@ class TileSizes(NamedTuple):
 def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSizes | None:
     """Returns the tiles that take the least time, of those that fit; None if none does. Wide ones
     make few passes over x, and large transfers of w."""
-    n_in, n_out = x_MI.shape[1], out_features(w_EOI)
+    (M, n_in), E, n_out = x_MI.shape, len(jax.tree.leaves(w_EOI)[0]), out_features(w_EOI)
     options = _options(x_MI, w_EOI, dtype, out_dtype)
     sizes = next((x for x in options if x.columns >= min(n_out, LANES)), None)
     if sizes is None or n_out <= LANES:
         return sizes and sizes._replace(columns=n_out)
-    most = 2 * MAX_NUMBERS if sizes.vmem else MAX_NUMBERS
+    most = 2 * MAX_NUMBERS if sizes.vmem and E > 1 else MAX_NUMBERS
     widest = min(sizes.columns, n_out // LANES * LANES, most // n_in // LANES * LANES)
     unit = _side() if sizes.part > FEW_ROWS else LANES  # columns that are multiplied at a time
-
-    def cost(columns: int) -> int:
-        multiplied = pl.cdiv(columns, unit) * unit * n_in
-        return pl.cdiv(n_out, columns) * (multiplied + STEP_NUMBERS)
-
+    busy, few = min(E, M), sizes.vmem is not None and sizes.part <= FEW_ROWS
+    step, first = (FEW_STEP_NUMBERS, n_in) if few else (STEP_NUMBERS, 0)
+    cost = lambda n: busy * pl.cdiv(n_out, n) * (pl.cdiv(n, unit) * unit * n_in + step) + first * n
     return sizes._replace(columns=min(range(max(LANES, widest), 0, -LANES), key=cost))
 
 
@@ -177,8 +176,7 @@ def _planes(w_EOI: Matrix) -> int:
 
 def _tiled(w_EOI: Matrix) -> list[tuple[Array, int]]:
     """Returns the arrays of w that come in tiles, each with its numbers for a row of a matrix."""
-    arrays = jax.tree.leaves(w_EOI)
-    axis = 1 if isinstance(w_EOI, Grouped) else 2
+    arrays, axis = jax.tree.leaves(w_EOI), 1 if isinstance(w_EOI, Grouped) else 2
     tiled = arrays if isinstance(w_EOI, Mxfp4 | Grouped) else arrays[:1]
     return [(a, a.shape[axis]) for a in tiled]
 
@@ -210,18 +208,14 @@ def _repeats(w_EOI: Matrix, rows: int, M: int) -> int:
 
 
 def _compute_dtype(x_MI: Array, w_EOI: Matrix) -> Any:
-    if isinstance(w_EOI, tuple):  # narrow weights are upcast to the dtype of x
-        return x_MI.dtype
-    return jnp.promote_types(x_MI.dtype, w_EOI.dtype)
-
-
-def _without_zero(w_EOI: Matrix) -> Matrix:
-    return w_EOI._replace(zero=None) if isinstance(w_EOI, Grouped) else w_EOI
+    # Narrow weights are upcast to the dtype of x.
+    return jnp.promote_types(x_MI.dtype, getattr(w_EOI, "dtype", x_MI.dtype))
 
 
 def unsupported(x_MI: Array, w_EOI: Matrix) -> str | None:
     """Says in one sentence why the kernel does not take these arrays; None if it does."""
-    w_EOI, dtype = _without_zero(w_EOI), _compute_dtype(x_MI, w_EOI)
+    w_EOI = w_EOI._replace(zero=None) if isinstance(w_EOI, Grouped) else w_EOI
+    dtype = _compute_dtype(x_MI, w_EOI)
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"the TPU kernel of ragged_dot multiplies in float32 or bfloat16, not {dtype}"
     if isinstance(w_EOI, Grouped) and (group := _group(w_EOI)) not in GROUPS and group % LANES:
@@ -262,7 +256,15 @@ def _kernel(
 
     @pl.when((s == 0) | (pairs.tile[s] != pairs.tile[before]))
     def zero() -> None:
-        y[...] = jnp.zeros_like(y)
+        """Sets rows of no expert to zero. The others will be written, so of many they are left."""
+        if rows <= TILE_ROWS[0]:
+            y[...] = jnp.zeros_like(y)
+            return
+
+        def zero_eight(i: Array, _: None) -> None:
+            y[pl.ds(pl.multiple_of(i * 8, 8), 8)] = jnp.zeros((8, columns), y.dtype)
+
+        lax.fori_loop(jnp.maximum(pairs.total[0] - first, 0) // 8, rows // 8, zero_eight, None)
 
     def multiply(x: Any, at: Any, before: Any = 0) -> None:
         """Multiplies x, which are `part` rows of the tile, from row `at` on. If they are turned,
@@ -383,7 +385,7 @@ def ragged_dot_tpu(
     is a constant of the program. `interpret` is passed to `pl.pallas_call`."""
     if isinstance(w_EOI, Grouped) and w_EOI.zero is not None:
         kernel = partial(ragged_dot_tpu, out_dtype=jnp.float32, interpret=interpret)
-        plain_MO = kernel(x_MI, _without_zero(w_EOI), group_sizes_E, bias_EO)
+        plain_MO = kernel(x_MI, w_EOI._replace(zero=None), group_sizes_E, bias_EO)
         less_MO = _zero_points(kernel, x_MI, w_EOI.scale, w_EOI.zero, group_sizes_E)
         return (plain_MO - less_MO).astype(out_dtype)
     (M, n_in), E, n_out = x_MI.shape, len(group_sizes_E), out_features(w_EOI)
