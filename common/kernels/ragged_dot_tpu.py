@@ -65,7 +65,7 @@ TILE_ROWS = (128, 64, 32, 16)  # the smaller ones if I is so large that nothing 
 MANY_ROWS, MANY_BUDGET = 256, {6: 52 << 20, 7: 44 << 20}
 MANY_TILE_ROWS, MANY_COLUMNS = (2048, 1024, 512), 512  # the first for which so many columns fit
 MOST_ROWS = 512  # that are multiplied at a time, if there is one expert
-FEW_BUDGET = {6: 24 << 20, 7: 24 << 20}  # with few rows in parts; these chips give 32 MiB anyway
+FEW_BUDGET = {6: 24 << 20, 7: 24 << 20}  # if scales multiply sums; these chips give 32 MiB anyway
 MAX_NUMBERS = 1 << 23  # of a matrix in a tile, or twice as many; the unrolled program grows with it
 STEP_NUMBERS = 1 << 18  # the numbers that a step could multiply while it does all else
 FEW_STEP_NUMBERS = 1 << 20  # or could read, with FEW_BUDGET; then the first tile is waited for
@@ -266,9 +266,9 @@ def _kernel(
 
         lax.fori_loop(jnp.maximum(pairs.total[0] - first, 0) // 8, rows // 8, zero_eight, None)
 
-    def multiply(x: Any, at: Any, before: Any = 0) -> None:
+    def multiply(x: Any, at: Any, top: Any = 0) -> None:
         """Multiplies x, which are `part` rows of the tile, from row `at` on. If they are turned,
-        the rows that were loaded begin with row `before`."""
+        they were loaded from row `top` on."""
         product = multiply_tile(
             x,
             w,
@@ -287,7 +287,7 @@ def _kernel(
             product = product + bias[mine]
         low, high = jnp.maximum(start, first + at), jnp.minimum(end, first + at + part)
         if align == 1:  # turns them back
-            at, product = before, jnp.concatenate([product, product[:SUBLANES]])
+            at, product = top, jnp.concatenate([product, product[:SUBLANES]])
         row = first + at + lax.broadcasted_iota(jnp.int32, product.shape, 0)
         into = pl.ds(at, len(product))
         y[into] = jnp.where((row >= low) & (row < high), product.astype(y.dtype), y[into])
@@ -305,9 +305,9 @@ def _kernel(
             if align > 1:
                 at = pl.multiple_of(at, SUBLANES)
                 return multiply(x.at[:, pl.ds(at, part)], at)
-            before = jnp.minimum(at // SUBLANES * SUBLANES, rows - part - SUBLANES)
-            before = pl.multiple_of(before, SUBLANES)
-            multiply(_turned(x[:, pl.ds(before, part + SUBLANES)], at - before), at, before)
+            top = jnp.minimum(at // SUBLANES * SUBLANES, rows - part - SUBLANES)
+            top = pl.multiple_of(top, SUBLANES)
+            multiply(_turned(x[:, pl.ds(top, part + SUBLANES)], at - top), at, top)
 
         stop = jnp.minimum(end - first, rows)
         return lax.fori_loop(0, pl.cdiv(stop - begin, part), multiply_part, None)
