@@ -676,8 +676,9 @@ def weights_written(compiled, w, shards=1):
 
 
 @pytest.mark.one_in(35)
-@pytest.mark.parametrize("M", [8, 512, 2060])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    "width, M", [*itertools.product(WIDTHS, [8, 512, 2060]), ("gpt-oss-20b down", 128)]
+)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_kernel_compiles_and_no_weight_is_copied(chip, width, M):
     """On a CPU host, without the kernel being asked for by name. Its temporaries are no more than x
