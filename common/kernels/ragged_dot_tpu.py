@@ -256,7 +256,7 @@ def _kernel(
 
     @pl.when((s == 0) | (pairs.tile[s] != pairs.tile[before]))
     def zero() -> None:
-        """Sets rows of no expert to zero. The others will be written, so of many they are left."""
+        """Sets the rows of no expert to zero. In a small tile it sets all rows, which is faster."""
         if rows <= TILE_ROWS[0]:
             y[...] = jnp.zeros_like(y)
             return
@@ -267,7 +267,7 @@ def _kernel(
         lax.fori_loop(jnp.maximum(pairs.total[0] - first, 0) // 8, rows // 8, zero_eight, None)
 
     def multiply(x: Any, at: Any, top: Any = 0) -> None:
-        """Multiplies x, which are `part` rows of the tile, from row `at` on. If they are turned,
+        """Multiplies x, which are `part` rows of the tile, from row `at` on. If they are `_turned`,
         they were loaded from row `top` on."""
         product = multiply_tile(
             x,
