@@ -238,10 +238,10 @@ def mixed(count, seed):
 
 
 @functools.cache
-def alone(family, axes, slots, logprobs, seed, count):
+def alone(family, axes, slots, options, seed, count):
     """The answers to the requests without a grammar, where no other requests are. With another
-    number of slots, products may be rounded in another way."""
-    session = start_session(model_of(family, axes), slots, 128, "float32", logprobs=logprobs)
+    number of slots or of tokens in a step, products may be rounded in another way."""
+    session = start_session(model_of(family, axes), slots, 128, "float32", **dict(options))
     return answers(session, mixed(count, seed)[3::4])
 
 
@@ -280,7 +280,7 @@ def test_a_text_fits_its_grammar_and_changes_no_other(family, axes, slots, optio
     count = 24 if not pytestconfig.getoption("--all") else 475 if slots > 1 else 100
     requests = mixed(count, slots)
     session = start_session(model_of(family, axes), slots, 128, "float32", **options)
-    free = alone(family, axes, slots, "logprobs" in options, slots, count)
+    free = alone(family, axes, slots, tuple(options.items()), slots, count)
     check_all(requests, answers(session, requests), free)
 
 
@@ -300,10 +300,7 @@ def test_requests_that_are_given_up_change_no_text():
             answer[0], answer[1] = answer[0] + event.text, event.finish
             answer[2].append(event.token)
     stay = [i for i in range(len(requests)) if i % 5 != 2]
-    free = {
-        i // 4: answer
-        for i, answer in zip(range(3, 16, 4), alone("llama3", "", 8, True, 3, 16), strict=True)
-    }
+    free = alone("llama3", "", 8, (("logprobs", True),), 3, 16)
     assert all(len(got[i][2]) == 1 for i in range(len(requests)) if i not in stay)
     for i in stay:
         if requests[i].grammar is None:
