@@ -221,6 +221,9 @@ PARTS = [
     Case(60, 16, 136, 320, form=Grouped, group=64, dtype=BF16, rows="all"),
     Case(30, 16, 136, 288, form=Mxfp4, rows="most experts'", bias=True),
     Case(150, 32, 136, 352, form=Mxfp4, dtype=BF16),
+    # Scales multiply sums in some columns, and weights in others.
+    Case(60, 8, 552, 96, form=Mxfp4, dtype=BF16, rows="all", bias=True),
+    Case(40, 6, 520, 64, form=Mxfp4, rows="most experts'"),
 ]
 
 
@@ -234,8 +237,7 @@ def test_parts_of_a_tile_are_multiplied_by_the_experts_that_have_rows_in_them(
     monkeypatch.setattr(tpu_module, "MANY_TILE_ROWS", (512,))
     (x, w, sizes, bias), want = make(case)
     tiles = tpu_module.tile_sizes(x, w, case.dtype, case.dtype)
-    in_parts = generation > 5 if case.M > 512 else generation != 6 or case.form is Mxfp4
-    assert (tiles.part < tiles.rows) == in_parts
+    assert (tiles.parts[0] < tiles.rows) == (generation > 5 or case.M < 512)
     y = run((x, w, sizes, bias), "tpu")
     assert not np.asarray(y[sizes.sum() :]).any()
     assert_close(y, want, rtol=bound(case), what=f"{case} {generation}")

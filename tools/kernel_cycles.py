@@ -99,13 +99,14 @@ NAME = re.compile(r"^\d+-|-\d+-final_bundles.txt$")  # what a file's name has ar
 EXIT = re.compile(r"scmp\.\w+\.s32\.totalorder %\S+, (\d+) /\* loop exit test")
 
 
-def count(text: str, rounds: float = 1) -> int:
+def count(text: str, rounds: Sequence[float] = (1,)) -> int:
     """Counts the bundles of one operation, in all rounds of its loops, as if no branch skipped any.
     The outermost loop has two rounds more than steps, in which it only waits for the first copy and
-    for the last. A loop of unknown length has `rounds`. A loop may test early in its body whether
-    it ends; it has all bundles that are as deep as its first one."""
+    for the last. Inner loops of unknown length have `rounds`, in order; the last of these stands
+    for any more. A loop may test early in its body whether it ends; it has all bundles that are as
+    deep as its first one."""
     found = [match.groups() for line in text.splitlines() if (match := BUNDLE.match(line))]
-    times, depth = [1.0] * len(found), 0
+    times, depth, unknown = [1.0] * len(found), 0, 0
     begun = list[tuple[int, float]]()  # first bundles and rounds
     for i, (tag, marks, body) in enumerate([*found, (None, "", "end")]):
         if not body.startswith("}"):  # an empty bundle has no marks, in whatever loop it is
@@ -113,7 +114,9 @@ def count(text: str, rounds: float = 1) -> int:
         while len(begun) > depth or (tag == "LB" and len(begun) == depth > 0):
             first, own = begun.pop()
             times[first:i] = [own * n for n in times[first:i]]
-        begun += [(i, rounds) for _ in range(depth - len(begun))]
+        for _ in range(depth - len(begun)):
+            begun.append((i, rounds[min(unknown, len(rounds) - 1)]))
+            unknown += len(begun) > 1
         if depth and (test := EXIT.search(body)):
             known = int(test[1]) if depth > 1 else max(1, int(test[1]) - 2)
             begun[-1] = begun[-1][0], known
@@ -173,19 +176,23 @@ def measure(store: Any, rows: int, chip: str, n_out: int, n_in: int, folder: Pat
     return f"{bundles:,} | {cycles(program):,} | {stored / 8e6:.1f}"
 
 
-def parts_in_a_step(sizes: TileSizes, M: int, E: int) -> float:
-    """How many parts of its tile a step of ragged dot multiplies on average, if each expert has a
-    row, and all are equally likely to get each of the others."""
+def parts_in_a_step(sizes: TileSizes, M: int, E: int) -> list[float]:
+    """How many parts of its tile, of each size, a step of ragged dot multiplies on average, if each
+    expert has a row, and all are equally likely to get each of the others."""
     groups = 1 + np.random.default_rng(0).multinomial(M - E, np.full(E, 1 / E), 100)
 
-    def parts(group_sizes_E: jax.Array) -> jax.Array:
+    def parts(group_sizes_E: jax.Array) -> list[jax.Array]:
         pairs = list_pairs(group_sizes_E, M, sizes.rows)
         first = pairs.tile * sizes.rows
         begin = jnp.maximum(pairs.start - first, 0) // sizes.align * sizes.align
         stop = jnp.minimum(pairs.end - first, sizes.rows)
-        return jnp.where(pairs.start < pairs.end, -(-(stop - begin) // sizes.part), 0)
+        rows, counts = jnp.where(pairs.start < pairs.end, stop - begin, 0), list[jax.Array]()
+        for part, smaller in zip(sizes.parts, (*sizes.parts[1:], 0), strict=True):
+            counts.append(jnp.maximum(-(-(rows - smaller) // part), 0))
+            rows -= counts[-1] * part
+        return counts
 
-    return float(jax.vmap(parts)(groups).mean())
+    return [float(counts.mean()) for counts in jax.vmap(parts)(groups)]
 
 
 def measure_experts(store: Any, shape: tuple[int, int, int], M: int, chip: str, p: Path) -> str:
@@ -206,7 +213,7 @@ def measure_experts(store: Any, shape: tuple[int, int, int], M: int, chip: str, 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # as if on that chip
         sizes = tile_sizes(x, w, x.dtype, x.dtype)
     assert sizes is not None
-    parts = parts_in_a_step(sizes, M, E) if sizes.part < sizes.rows else 1
+    parts = parts_in_a_step(sizes, M, E) if sizes.parts[0] < sizes.rows else [1]
     counted, c = count(file.read_text(errors="replace"), parts), CHIPS[kind]
     stored = sum(a.size * bits_of(a.dtype) for a in jax.tree.leaves(w)) / 8
     arrive = stored / c.bandwidth * CLOCKS[kind]

@@ -15,8 +15,8 @@ pair again, which fetches nothing.
 A tile that holds rows of several experts is fetched once, and has a step for each. Where products
 take time, a step does not multiply all of the tile: it goes through the expert's own rows in parts,
 and only the first and the last part have rows of others. With few rows, the time is that of reading
-the experts that have rows. With many, a step does `part` operations per weight, and `columns`
-operations per number of x.
+the experts that have rows, and the last part may be a small one. With many, a step does as many
+operations per weight as a part has rows, and `columns` operations per number of x.
 """
 
 from collections.abc import Callable
@@ -69,6 +69,8 @@ FEW_BUDGET = {6: 24 << 20, 7: 24 << 20}  # if scales multiply sums; these chips 
 MAX_NUMBERS = 1 << 23  # of a matrix in a tile, or twice as many; the unrolled program grows with it
 STEP_NUMBERS = 1 << 18  # the numbers that a step could multiply while it does all else
 FEW_STEP_NUMBERS = 1 << 20  # or could read, with FEW_BUDGET; then the first tile is waited for
+# Scales multiply sums up to so many rows for each expert: 16, but 8 in these generations and forms.
+FEWER_ROWS: dict[tuple[int, type], int] = {(6, Grouped): 8, (7, Mxfp4): 8}
 GROUPS = (8, 16, 32, 64)  # numbers that share a scale; multiples of 128 are taken as well
 
 
@@ -100,7 +102,7 @@ def list_pairs(group_sizes_E: Array, M: int, rows: int) -> Pairs:
 
 class TileSizes(NamedTuple):
     rows: int  # of x
-    part: int  # of these, multiplied at a time
+    parts: tuple[int, ...]  # of these, multiplied at a time; the smallest part is the last
     columns: int  # of the output; they are rows of w
     align: int = SUBLANES  # parts begin at a multiple of this
     vmem: int | None = None  # bytes that the kernel asks for; None: what the compiler gives it
@@ -116,8 +118,8 @@ def tile_sizes(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> TileSi
         return sizes and sizes._replace(columns=n_out)
     most = 2 * MAX_NUMBERS if sizes.vmem and E > 1 else MAX_NUMBERS
     widest = min(sizes.columns, n_out // LANES * LANES, most // n_in // LANES * LANES)
-    unit = _side() if sizes.part > FEW_ROWS else LANES  # columns that are multiplied at a time
-    busy, few = min(E, M), sizes.vmem is not None and sizes.part <= FEW_ROWS
+    unit = _side() if sizes.parts[0] > FEW_ROWS else LANES  # columns that are multiplied at a time
+    busy, few = min(E, M), sizes.vmem is not None and sizes.parts[0] <= FEW_ROWS
     step, first = (FEW_STEP_NUMBERS, n_in) if few else (STEP_NUMBERS, 0)
     cost = lambda n: busy * pl.cdiv(n_out, n) * (pl.cdiv(n, unit) * unit * n_in + step) + first * n
     return sizes._replace(columns=min(range(max(LANES, widest), 0, -LANES), key=cost))
@@ -136,13 +138,14 @@ def _options(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> list[Til
         """Tiles of at most `limit` rows."""
         rows = limit if limit < M else M if part >= M else pl.cdiv(M, SUBLANES) * SUBLANES
         part, align = min(part, rows), align if part < rows else SUBLANES
+        parts = (part, SUBLANES) if align == 1 and part > SUBLANES else (part,)
         # All but a lone tile of x is fetched while the one before is multiplied.
         of_x = (1 if rows >= M else 2) * rows * planes * row(dtype, n_in // planes)
         column = 2 * rows * jnp.dtype(out_dtype).itemsize + 4 * (part + groups)
         column += sum(2 * row(a.dtype, width) for a, width in _tiled(w_EOI))
         columns = (budget - of_x) // column // LANES * LANES
         vmem = None if budget == BUDGET else budget + (8 << 20)
-        return TileSizes(rows, part, columns, align, vmem)
+        return TileSizes(rows, parts, columns, align, vmem)
 
     usual: tuple[int, ...] = TILE_ROWS
     if E == 1 and M >= MOST_ROWS:
@@ -156,9 +159,9 @@ def _options(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> list[Til
         part = _side() * 9 // 8 if E > 1 else MOST_ROWS
         many = [fitting(limit, part, budget) for limit in MANY_TILE_ROWS]
         return ([x for x in many if x.columns >= MANY_COLUMNS] or many[-1:]) + options
-    few, is_worth_it = _few(w_EOI, M), generation_of_chip() != 6 or isinstance(w_EOI, Mxfp4)
-    if _repeats(w_EOI, few, few) and is_worth_it and few * E >= M:
-        # Scales that multiply sums take less time, though each part has fewer rows.
+    few = SUBLANES if E > 1 and TILE_ROWS[-1] >= M else TILE_ROWS[-1]
+    most = FEWER_ROWS.get((generation_of_chip(), type(w_EOI)), TILE_ROWS[-1])
+    if _repeats(w_EOI, few, few) and most * E >= M:
         return [fitting(TILE_ROWS[0], few, FEW_BUDGET.get(generation_of_chip(), BUDGET), align=1)]
     return options
 
@@ -186,15 +189,6 @@ def _group(w_EOI: Matrix) -> int:
     if isinstance(w_EOI, Grouped):
         return w_EOI.values.shape[1] // w_EOI.scale.shape[1]
     return MXFP4_GROUP if isinstance(w_EOI, Mxfp4) else 0
-
-
-def _few(w_EOI: Matrix, M: int) -> int:
-    """Returns the rows of the smallest part. With Mxfp4 these are 8, if experts have few rows. They
-    are 16 on a v6e, which multiplies them in the same time. They are never 16 on a tpu7x, where to
-    widen the weights takes less time than to multiply 16 rows four times."""
-    few = generation_of_chip() > 6 or SUBLANES * len(jax.tree.leaves(w_EOI)[0]) >= 2 * M
-    is_mxfp4 = isinstance(w_EOI, Mxfp4) and generation_of_chip() != 6
-    return SUBLANES if is_mxfp4 and few else TILE_ROWS[-1]
 
 
 def _repeats(w_EOI: Matrix, rows: int, M: int) -> int:
@@ -245,13 +239,13 @@ class Operands(NamedTuple):
 
 
 def _kernel(
-    *refs: Any, form: type, part: int, align: int, repeats: int, generation: int, interpret: bool
+    *refs: Any, form: type, sizes: TileSizes, repeats: int, generation: int, interpret: bool
 ) -> None:
     """Runs one step. `refs` are the pairs, the operands, the output [rows, columns] and, if scales
     belong to groups, a place for them as factors [groups, columns]. `form` is how w is stored."""
     pairs, (x, w, w_scale, bias), y, *factors = Pairs(*refs[:5]), *refs[5:]
     n, s = pl.program_id(0), pl.program_id(1)
-    before, (rows, columns) = jnp.maximum(s - 1, 0), y.shape
+    before, (rows, columns), align = jnp.maximum(s - 1, 0), y.shape, sizes.align
     start, end, first = pairs.start[s], pairs.end[s], pairs.tile[s] * rows
 
     @pl.when((s == 0) | (pairs.tile[s] != pairs.tile[before]))
@@ -266,7 +260,7 @@ def _kernel(
 
         lax.fori_loop(jnp.maximum(pairs.total[0] - first, 0) // 8, rows // 8, zero_eight, None)
 
-    def multiply(x: Any, at: Any, top: Any = 0) -> None:
+    def multiply(part: int, x: Any, at: Any, top: Any = 0) -> None:
         """Multiplies x, which are `part` rows of the tile, from row `at` on. If they are `_turned`,
         they were loaded from row `top` on."""
         product = multiply_tile(
@@ -296,21 +290,25 @@ def _kernel(
     def multiply_rows() -> None:
         if factors:
             store_factors(w_scale.at[0], factors[0], generation)
-        if part == rows:
-            return multiply(x, 0)
-        begin = jnp.maximum(start - first, 0) // align * align
+        if sizes.parts[0] == rows:
+            return multiply(rows, x, 0)
+        begin, stop = jnp.maximum(start - first, 0) // align * align, jnp.minimum(end - first, rows)
 
-        def multiply_part(i: Array, _: None) -> None:
-            at = jnp.minimum(begin + i * part, rows - part)
+        def multiply_part(i: Array, begin: Array, part: int) -> Array:
+            at = jnp.minimum(begin, rows - part)
             if align > 1:
                 at = pl.multiple_of(at, SUBLANES)
-                return multiply(x.at[:, pl.ds(at, part)], at)
-            top = jnp.minimum(at // SUBLANES * SUBLANES, rows - part - SUBLANES)
-            top = pl.multiple_of(top, SUBLANES)
-            multiply(_turned(x[:, pl.ds(top, part + SUBLANES)], at - top), at, top)
+                multiply(part, x.at[:, pl.ds(at, part)], at)
+            else:
+                top = jnp.minimum(at // SUBLANES * SUBLANES, rows - part - SUBLANES)
+                top = pl.multiple_of(top, SUBLANES)
+                multiply(part, _turned(x[:, pl.ds(top, part + SUBLANES)], at - top), at, top)
+            return begin + part
 
-        stop = jnp.minimum(end - first, rows)
-        return lax.fori_loop(0, pl.cdiv(stop - begin, part), multiply_part, None)
+        # Of large parts there are so many that the rest fits into a smaller one.
+        for part, smaller in zip(sizes.parts, (*sizes.parts[1:], 0), strict=True):
+            count = pl.cdiv(stop - begin - smaller, part)
+            begin = lax.fori_loop(0, count, partial(multiply_part, part=part), begin)
 
 
 def _turned(x: Array, skip: Array) -> Array:
@@ -392,7 +390,7 @@ def ragged_dot_tpu(
     dtype, planes = _compute_dtype(x_MI, w_EOI), _planes(w_EOI)
     sizes = tile_sizes(x_MI, w_EOI, dtype, out_dtype)
     assert sizes is not None
-    repeats = _repeats(w_EOI, sizes.part, M)
+    repeats = _repeats(w_EOI, sizes.parts[0], M)
     of_y = jax.typeof(vary_like(jnp.zeros(()), x_MI, *jax.tree.leaves(w_EOI))).manual_axis_type
     is_known = isinstance(group_sizes_E, np.ndarray)  # the list is a constant of the program
     with jax.ensure_compile_time_eval() if is_known else nullcontext():
@@ -414,13 +412,13 @@ def ragged_dot_tpu(
     grid = (pl.cdiv(n_out, sizes.columns), len(pairs.expert))
     read = min(E, M) * sum(a.size * bits_of(a.dtype) // 8 for a in jax.tree.leaves(w_EOI)) // E
     written = M * n_out * jnp.dtype(out_dtype).itemsize
-    known: Any = dict(form=type(w_EOI), part=sizes.part, repeats=repeats, interpret=bool(interpret))
+    known: Any = dict(form=type(w_EOI), sizes=sizes, repeats=repeats, interpret=bool(interpret))
     factors = list[Any]()
     if scale is not None and (group := _group(w_EOI)):
         kind = factor_dtype(dtype, scale.dtype, group // planes, repeats, generation_of_chip())
         factors = [pltpu.VMEM((scale.shape[1], sizes.columns), kind)]
     y_MO: Array = pl.pallas_call(
-        partial(_kernel, align=sizes.align, generation=generation_of_chip(), **known),
+        partial(_kernel, generation=generation_of_chip(), **known),
         out_shape=jax.ShapeDtypeStruct((M, n_out), out_dtype, manual_axis_type=of_y),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(pairs),

@@ -12,8 +12,8 @@ weights, the other units have time. What is cheapest depends on the form and on 
   repeated, each time with zeros in all groups but one. With more rows, the scales multiply the
   weights.
 - Mxfp4 is in memory as [I, O], too, and is multiplied as Grouped is. A byte holds two neighbours of
-  a column. A tpu7x has 4-bit floats. For other chips, x is split into even and odd columns, and
-  shifts make 8-bit floats of the 4-bit ones.
+  a column. A tpu7x has 4-bit floats, and with 16 rows it widens half of the columns. For other
+  chips, x is split into even and odd columns, and shifts make 8-bit floats of the 4-bit ones.
 """
 
 import re
@@ -66,13 +66,15 @@ def multiply_tile(
       interpret: whether there is no chip.
     """
     x_0, w_0 = x.at[0], w.at[0]
-    if repeats:
-        least = MXU if form is Mxfp4 and generation == 6 else LANES
-        parts = _parts(x, w_0, scale.shape[0], least, generation)
-        return _multiply_groups(parts, scale, rows, x.shape[0], interpret)
     if form in (Grouped, Mxfp4):
-        parts = _parts(x, w_0, scale.shape[0], AT_ONCE, generation)
-        return _multiply_widened(parts, scale, x.shape[0], interpret)
+        summed, least = (w_0.shape[1], LANES) if repeats else (0, AT_ONCE)
+        if repeats and form is Mxfp4 and generation == 6:
+            least = MXU
+        elif repeats and form is Mxfp4 and generation > 6 and rows > SUBLANES:
+            # While a matrix unit takes in wide weights, it multiplies many rows by narrow ones.
+            summed = summed // (2 * MXU) * MXU or summed
+        parts = _parts(x, w_0, scale.shape[0], least, generation)
+        return _multiply_groups(parts, scale, rows, x.shape[0], summed, interpret)
     if form is Fp8 and generation > 5 and rows > FEW_ROWS:
         return multiply(x[0], _widened_fp8(w_0, scale.at[0], block, x.dtype, generation))
     if form is Fp8:
@@ -192,28 +194,29 @@ def _parts(
             yield x_at, jnp.concatenate(_e5m2_planes(own)), numbers
 
 
-def _multiply_groups(parts: Any, factors: Any, rows: int, planes: int, interpret: bool) -> Array:
-    """Multiplies a multiple of 8 rows of x by each part: float32 [rows, columns]. x is repeated for
-    each group, so each has its own sums, which its factors multiply."""
-    y = jnp.zeros((), jnp.float32)
+def _multiply_groups(
+    parts: Any, factors: Any, rows: int, planes: int, summed: int, interpret: bool
+) -> Array:
+    """Multiplies x by each part: float32 [rows, columns]. In the first `summed` columns, x is a
+    multiple of 8 rows and repeated for each group, so each has its own sums, which its factors
+    multiply. In the others, they multiply the weights."""
+    y = y_rest = jnp.zeros((), jnp.float32)
     for x, w, groups in parts:
-        repeated = _repeated(x, len(groups), planes)
-        sums = multiply(repeated, _narrow(w, x.dtype), 0)
-        sums = sums.reshape(len(groups), -1, SUBLANES, w.shape[1])
-        for own, group in zip(sums, groups, strict=True):
-            y = y + own * _factor(factors, group, interpret)
-    return y.reshape(-1, y.shape[-1])[:rows]
-
-
-def _multiply_widened(parts: Any, factors: Any, planes: int, interpret: bool) -> Array:
-    """Multiplies x by each part: float32 [rows, columns]. The factors multiply the weights."""
-    y = jnp.zeros((), jnp.float32)
-    for x, w, groups in parts:
-        factor = jnp.stack([_factor(factors, group, interpret) for group in groups])[:, None]
-        shape = planes, len(groups), -1, *factor.shape[2:]
-        wide = w.astype(factor.dtype).reshape(shape) * factor
-        y = y + multiply(x, wide.reshape(w.shape).astype(x.dtype), 0)
-    return y
+        own = [_factor(factors, group, interpret) for group in groups]
+        if summed:
+            sums = multiply(_repeated(x, len(groups), planes), _narrow(w[:, :summed], x.dtype), 0)
+            for of_group, factor in zip(jnp.split(sums, len(groups)), own, strict=True):
+                y = y + of_group * jnp.concatenate(
+                    [factor[:, :summed]] * (len(of_group) // SUBLANES)
+                )
+        if summed < w.shape[1]:
+            rest, factor = w[:, summed:], jnp.stack(own)[:, None, :, summed:]
+            if summed:
+                factor = jnp.concatenate([factor, factor], 2).astype(x.dtype)
+            wide = rest.astype(factor.dtype).reshape(planes, len(groups), -1, *factor.shape[2:])
+            wide = (wide * factor).reshape(rest.shape).astype(x.dtype)
+            y_rest = y_rest + multiply(x, wide, 0)
+    return jnp.concatenate([half for half in (y, y_rest) if half.ndim], 1)[:rows]
 
 
 def _repeated(x: Array, groups: int, planes: int = 1) -> Array:
