@@ -1,5 +1,6 @@
 """What tools/kernel_cycles.py counts in machine code."""
 
+from common.kernels.ragged_dot_tpu import TileSizes
 from common.machines.hlo import parse
 from tools.kernel_cycles import (
     Bundles,
@@ -10,6 +11,7 @@ from tools.kernel_cycles import (
     bundles_of_attention,
     count,
     of_prompt,
+    parts_in_a_step,
 )
 
 # Three bundles that run once; a loop of 6 rounds, which makes 4 steps; in it one of 3 rounds.
@@ -36,6 +38,23 @@ def test_bundles_count_once_for_each_round_of_the_loops_they_are_in():
 
 def test_a_loop_of_unknown_length_counts_once_and_does_not_hide_the_loop_around_it():
     assert count(PROGRAM.replace(", 3 /*", ", %s6 /*")) == 3 + 4 * (4 + 2)
+
+
+def test_loops_of_unknown_length_have_the_rounds_that_are_given_in_order():
+    a, b = "   0x4 LB: >>", "   0x6 PF: >"
+    first, second = PROGRAM.index(a), PROGRAM.index(b)
+    twice = PROGRAM[:second] + PROGRAM[first:]
+    unknown = twice.replace(", 3 /*", ", %s6 /*")
+    assert count(unknown, [0.5, 2]) == 3 + 4 * (4 + 2 * 0.5 + 2 * 2)
+    assert count(unknown, [3]) == count(twice) == 3 + 4 * (4 + 2 * 3 + 2 * 3)
+
+
+def test_a_step_of_ragged_dot_has_a_small_last_part_where_that_is_enough():
+    sizes = TileSizes(64, (16, 8), 128, align=1)
+    assert parts_in_a_step(sizes, 8, 8) == [0, 1]
+    assert parts_in_a_step(sizes, 64, 1) == [4, 0]
+    assert parts_in_a_step(sizes, 40, 1) == [2, 1]
+    assert parts_in_a_step(sizes._replace(parts=(16,)), 40, 1) == [3]
 
 
 def test_a_loop_that_tests_early_whether_it_ends_counts_whole_and_so_do_empty_bundles():

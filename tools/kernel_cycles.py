@@ -102,21 +102,24 @@ EXIT = re.compile(r"scmp\.\w+\.s32\.totalorder %\S+, (\d+) /\* loop exit test")
 def count(text: str, rounds: Sequence[float] = (1,)) -> int:
     """Counts the bundles of one operation, in all rounds of its loops, as if no branch skipped any.
     The outermost loop has two rounds more than steps, in which it only waits for the first copy and
-    for the last. Inner loops of unknown length have `rounds`, in order; the last of these stands
-    for any more. A loop may test early in its body whether it ends; it has all bundles that are as
-    deep as its first one."""
+    for the last. Loops of unknown length have `rounds`, in the order in which they end; the last of
+    these stands for any more. A loop may test early in its body whether it ends; it has all bundles
+    that are as deep as its first one."""
     found = [match.groups() for line in text.splitlines() if (match := BUNDLE.match(line))]
-    times, depth, unknown = [1.0] * len(found), 0, 0
-    begun = list[tuple[int, float]]()  # first bundles and rounds
+    times, depth, left = (
+        [1.0] * len(found),
+        0,
+        itertools.chain(rounds, itertools.repeat(rounds[-1])),
+    )
+    begun = list[tuple[int, float | None]]()  # first bundles and rounds, if these are known
     for i, (tag, marks, body) in enumerate([*found, (None, "", "end")]):
         if not body.startswith("}"):  # an empty bundle has no marks, in whatever loop it is
             depth = marks.count(">")
         while len(begun) > depth or (tag == "LB" and len(begun) == depth > 0):
             first, own = begun.pop()
+            own = next(left) if own is None else own
             times[first:i] = [own * n for n in times[first:i]]
-        for _ in range(depth - len(begun)):
-            begun.append((i, rounds[min(unknown, len(rounds) - 1)]))
-            unknown += len(begun) > 1
+        begun += [(i, None) for _ in range(depth - len(begun))]
         if depth and (test := EXIT.search(body)):
             known = int(test[1]) if depth > 1 else max(1, int(test[1]) - 2)
             begun[-1] = begun[-1][0], known
@@ -507,7 +510,8 @@ STEPS = [
 
 def all_bundles(program: Program, folder: Path) -> int:
     """Counts the bundles of a program, of which the compiler wrote each different operation into
-    the folder once. Branches do not count."""
+    the folder once. Branches do not count. In products by expert, an expert's rows are taken to fit
+    into the smallest part."""
 
     def kind(op: Op, others: dict[str, Op]) -> tuple[Any, ...]:
         operands = tuple(others[name].type for name in op.operands if name in others)
@@ -516,8 +520,10 @@ def all_bundles(program: Program, folder: Path) -> int:
     def estimated(op: Op) -> int:
         return int(found[1]) if (found := CYCLES.search(op.rest)) else 0
 
-    files = folder.glob("*[0-9]-final_bundles.txt")
-    counted = {NAME.sub("", file.name): count(file.read_text(errors="replace")) for file in files}
+    counted = {}
+    for file in folder.glob("*[0-9]-final_bundles.txt"):
+        rounds = (0, 1) if "ragged_dot" in file.name else (1,)
+        counted[NAME.sub("", file.name)] = count(file.read_text(errors="replace"), rounds)
     ops = [(op, kind(op, others), n) for op, others, n, branch in executed(program) if not branch]
     known = {like: counted[op.name] for op, like, _ in ops if op.name in counted}
     return sum(times * known.get(like, estimated(op)) for op, like, times in ops)
