@@ -106,11 +106,8 @@ def count(text: str, rounds: Sequence[float] = (1,)) -> int:
     these stands for any more. A loop may test early in its body whether it ends; it has all bundles
     that are as deep as its first one."""
     found = [match.groups() for line in text.splitlines() if (match := BUNDLE.match(line))]
-    times, depth, left = (
-        [1.0] * len(found),
-        0,
-        itertools.chain(rounds, itertools.repeat(rounds[-1])),
-    )
+    times, depth = [1.0] * len(found), 0
+    left = itertools.chain(rounds, itertools.repeat(rounds[-1]))
     begun = list[tuple[int, float | None]]()  # first bundles and rounds, if these are known
     for i, (tag, marks, body) in enumerate([*found, (None, "", "end")]):
         if not body.startswith("}"):  # an empty bundle has no marks, in whatever loop it is

@@ -69,8 +69,8 @@ FEW_BUDGET = {6: 24 << 20, 7: 24 << 20}  # if scales multiply sums; these chips 
 MAX_NUMBERS = 1 << 23  # of a matrix in a tile, or twice as many; the unrolled program grows with it
 STEP_NUMBERS = 1 << 18  # the numbers that a step could multiply while it does all else
 FEW_STEP_NUMBERS = 1 << 20  # or could read, with FEW_BUDGET; then the first tile is waited for
-# Scales multiply sums up to so many rows for each expert: 16, but 8 in these generations and forms.
-FEWER_ROWS: dict[tuple[int, type], int] = {(6, Grouped): 8, (7, Mxfp4): 8}
+# Scales multiply sums if experts have at most 16 rows on average, or 8 for these chips and forms.
+SUMMED_ROWS: dict[tuple[int, type], int] = {(6, Grouped): 8, (7, Mxfp4): 8}
 GROUPS = (8, 16, 32, 64)  # numbers that share a scale; multiples of 128 are taken as well
 
 
@@ -159,8 +159,9 @@ def _options(x_MI: Array, w_EOI: Matrix, dtype: Any, out_dtype: Any) -> list[Til
         part = _side() * 9 // 8 if E > 1 else MOST_ROWS
         many = [fitting(limit, part, budget) for limit in MANY_TILE_ROWS]
         return ([x for x in many if x.columns >= MANY_COLUMNS] or many[-1:]) + options
+    # Parts of 16 rows are loaded with 8 more, for which a tile must have room.
     few = SUBLANES if E > 1 and TILE_ROWS[-1] >= M else TILE_ROWS[-1]
-    most = FEWER_ROWS.get((generation_of_chip(), type(w_EOI)), TILE_ROWS[-1])
+    most = SUMMED_ROWS.get((generation_of_chip(), type(w_EOI)), TILE_ROWS[-1])
     if _repeats(w_EOI, few, few) and most * E >= M:
         return [fitting(TILE_ROWS[0], few, FEW_BUDGET.get(generation_of_chip(), BUDGET), align=1)]
     return options

@@ -71,7 +71,7 @@ def multiply_tile(
         if repeats and form is Mxfp4 and generation == 6:
             least = MXU
         elif repeats and form is Mxfp4 and generation > 6 and rows > SUBLANES:
-            # While a matrix unit takes in wide weights, it multiplies many rows by narrow ones.
+            # A matrix unit takes in wide weights while it multiplies many rows by narrow ones.
             summed = summed // (2 * MXU) * MXU or summed
         parts = _parts(x, w_0, scale.shape[0], least, generation)
         return _multiply_groups(parts, scale, rows, x.shape[0], summed, interpret)
@@ -206,9 +206,8 @@ def _multiply_groups(
         if summed:
             sums = multiply(_repeated(x, len(groups), planes), _narrow(w[:, :summed], x.dtype), 0)
             for of_group, factor in zip(jnp.split(sums, len(groups)), own, strict=True):
-                y = y + of_group * jnp.concatenate(
-                    [factor[:, :summed]] * (len(of_group) // SUBLANES)
-                )
+                times = len(of_group) // SUBLANES
+                y = y + of_group * jnp.concatenate([factor[:, :summed]] * times)
         if summed < w.shape[1]:
             rest, factor = w[:, summed:], jnp.stack(own)[:, None, :, summed:]
             if summed:
