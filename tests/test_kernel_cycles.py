@@ -28,6 +28,9 @@ LB: loop body
    0x8   :  { %s9 = smov.u32 0 }
 second_minor_factor: 1 */ }
 """
+# The same with two of the inner loops, and these of unknown length.
+TWICE = PROGRAM[: PROGRAM.index("   0x6")] + PROGRAM[PROGRAM.index("   0x4") :]
+UNKNOWN = TWICE.replace(", 3 /*", ", %s6 /*")
 
 
 def test_bundles_count_once_for_each_round_of_the_loops_they_are_in():
@@ -41,12 +44,8 @@ def test_a_loop_of_unknown_length_counts_once_and_does_not_hide_the_loop_around_
 
 
 def test_loops_of_unknown_length_have_the_rounds_that_are_given_in_order():
-    a, b = "   0x4 LB: >>", "   0x6 PF: >"
-    first, second = PROGRAM.index(a), PROGRAM.index(b)
-    twice = PROGRAM[:second] + PROGRAM[first:]
-    unknown = twice.replace(", 3 /*", ", %s6 /*")
-    assert count(unknown, [0.5, 2]) == 3 + 4 * (4 + 2 * 0.5 + 2 * 2)
-    assert count(unknown, [3]) == count(twice) == 3 + 4 * (4 + 2 * 3 + 2 * 3)
+    assert count(UNKNOWN, [0.5, 2]) == 3 + 4 * (4 + 2 * 0.5 + 2 * 2)
+    assert count(UNKNOWN, [3]) == count(TWICE) == 3 + 4 * (4 + 2 * 3 + 2 * 3)
 
 
 def test_a_step_of_ragged_dot_has_a_small_last_part_where_that_is_enough():
@@ -82,6 +81,12 @@ def test_equal_kernels_of_a_step_count_each_and_what_has_no_code_as_it_is_estima
     for name in ("123-k.1-71", "124-f-9"):
         (tmp_path / f"{name}-final_bundles.txt").write_text(PROGRAM)
     assert all_bundles(parse(STEP), tmp_path) == 3 * count(PROGRAM) + 70
+
+
+def test_an_expert_has_one_small_part_in_a_step(tmp_path):
+    (tmp_path / "123-ragged_dot.1-71-final_bundles.txt").write_text(UNKNOWN)
+    step = parse(STEP.replace("%k.", "%ragged_dot."))
+    assert all_bundles(step, tmp_path) == 2 * (3 + 4 * (4 + 2)) + 900 + 70
 
 
 def test_a_block_that_all_queries_see_counts_without_the_code_that_it_skips(tmp_path):

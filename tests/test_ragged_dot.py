@@ -221,9 +221,9 @@ PARTS = [
     Case(60, 16, 136, 320, form=Grouped, group=64, dtype=BF16, rows="all"),
     Case(30, 16, 136, 288, form=Mxfp4, rows="most experts'", bias=True),
     Case(150, 32, 136, 352, form=Mxfp4, dtype=BF16),
-    # Scales multiply sums in some columns, and weights in others.
-    Case(60, 8, 552, 96, form=Mxfp4, dtype=BF16, rows="all", bias=True),
-    Case(40, 6, 520, 64, form=Mxfp4, rows="most experts'"),
+    # On a tpu7x, scales multiply sums in some columns of a tile, and weights in the others.
+    Case(60, 8, 640, 96, form=Mxfp4, dtype=BF16, rows="all", bias=True),
+    Case(40, 6, 1000, 64, form=Mxfp4, rows="most experts'"),
 ]
 
 
@@ -679,7 +679,12 @@ def weights_written(compiled, w, shards=1):
 
 @pytest.mark.one_in(35)
 @pytest.mark.parametrize(
-    "width, M", [*itertools.product(WIDTHS, [8, 512, 2060]), ("gpt-oss-20b down", 128)]
+    "width, M",
+    [
+        *itertools.product(WIDTHS, [8, 512, 2060]),
+        ("gpt-oss-20b down", 128),
+        ("kimi-k2 down, int4", 40),
+    ],
 )
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_kernel_compiles_and_no_weight_is_copied(chip, width, M):

@@ -210,7 +210,7 @@ def _multiply_groups(
                 y = y + of_group * jnp.concatenate([factor[:, :summed]] * times)
         if summed < w.shape[1]:
             rest, factor = w[:, summed:], jnp.stack(own)[:, None, :, summed:]
-            if summed:
+            if summed:  # these are powers of two, which are exact in bfloat16
                 factor = jnp.concatenate([factor, factor], 2).astype(x.dtype)
             wide = rest.astype(factor.dtype).reshape(planes, len(groups), -1, *factor.shape[2:])
             wide = (wide * factor).reshape(rest.shape).astype(x.dtype)
